@@ -1,0 +1,1 @@
+"""Measurements: a claim is a command."""

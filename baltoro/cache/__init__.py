@@ -1,0 +1,1 @@
+"""Bytes that outlive a step: pages, slots and their books."""

@@ -1,0 +1,1 @@
+"""Messages and pictures <-> token ids. No torch."""

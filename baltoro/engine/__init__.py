@@ -1,0 +1,1 @@
+"""Requests in, token deltas out; speaks ids only."""

@@ -1,0 +1,1 @@
+"""Block Attention Residuals: the softmax mix over depth."""

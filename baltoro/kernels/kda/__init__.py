@@ -1,0 +1,1 @@
+"""Kimi Delta Attention: gate, chunk form (prefill and training), recurrent form (decode)."""

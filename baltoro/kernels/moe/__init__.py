@@ -1,0 +1,1 @@
+"""Routing, SiTU-GLU, and the grouped expert product."""

@@ -1,0 +1,1 @@
+"""MXFP4 and MXFP8: pack, unpack, fake quantisation."""

@@ -1,0 +1,1 @@
+"""K3, once, for serving and training."""

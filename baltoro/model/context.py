@@ -1,0 +1,108 @@
+"""ForwardContext: everything a forward needs to know about its tokens. The model never sees a request.
+
+Engine (serving) and trainer fill it in; the model reads it; nobody writes it. Training is the case without a cache:
+every span then starts at 0 and sees only itself.
+
+Layout of a serving step: the first `num_decodes` spans have length 1 and go through the recurrent and absorbed
+kernels; the others go through the chunk and expanded kernels. Both kinds may be in one step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from baltoro.errors import ShapeError
+from baltoro.kernels.spans import Spans
+from baltoro.model.state import CacheViews
+
+
+@dataclass(frozen=True, slots=True)
+class CacheMap:
+    """Where the spans of this step live in the cache.
+
+    slots       int64 [N], state slot of each span (0 is the sink)
+    kv_rows     int64 [T], row of the flat KV cache that each token is written to (page * page_size + offset)
+    page_table  int64 [N, P], pages of each span's request in order of position; unused entries are 0
+    page_size   positions per page
+    views       the cache tensors themselves
+    """
+
+    slots: Tensor
+    kv_rows: Tensor
+    page_table: Tensor
+    page_size: int
+    views: CacheViews
+
+
+@dataclass(frozen=True, slots=True)
+class Media:
+    """Preprocessed pictures whose features replace the embeddings at the media-pad rows of this step.
+
+    pixels  [sum t*h*w, 3, patch, patch]; grids one (t, h, w) in patches per item
+    rows    int64 [X]: token rows that receive a feature
+    picks   int64 [X]: which of the items' features (items concatenated, row-major) goes to each of them
+    """
+
+    pixels: Tensor
+    grids: tuple[tuple[int, int, int], ...]
+    rows: Tensor
+    picks: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class FakeQuant:
+    """Quantisation-aware switches for the routed experts: MXFP4 on weights, MXFP8 on the inputs of both products."""
+
+    weights: bool = False
+    activations: bool = False
+
+
+@dataclass(frozen=True)
+class ForwardContext:
+    """T packed tokens of N spans.
+
+    tokens       int64 [T]
+    spans        lengths, absolute starts
+    cache        None in training
+    num_decodes  leading spans of length 1 that take the decode kernels; 0 in training
+    logit_rows   int64 [M] rows whose logits are wanted; None: all
+    """
+
+    tokens: Tensor
+    spans: Spans
+    cache: CacheMap | None = None
+    num_decodes: int = 0
+    logit_rows: Tensor | None = None
+    media: Media | None = None
+    fake_quant: FakeQuant = field(default_factory=FakeQuant)
+    is_training: bool = False
+
+    def __post_init__(self) -> None:
+        if self.tokens.shape != (self.spans.num_tokens,):
+            raise ShapeError(f"{tuple(self.tokens.shape)} tokens for {self.spans.num_tokens} rows of spans")
+        if any(n != 1 for n in self.spans.lengths[: self.num_decodes]):
+            raise ShapeError(f"the first {self.num_decodes} spans are decodes and must have length 1")
+        if self.cache is None and any(self.spans.starts):
+            raise ShapeError("a span that starts after 0 needs a cache")
+        if self.num_decodes and self.cache is None:
+            raise ShapeError("decode spans need a cache")
+
+    @cached_property
+    def prefill(self) -> Spans:
+        """The spans after the decodes."""
+        return self.spans.select(self.num_decodes, len(self.spans))
+
+    @cached_property
+    def decode_lengths(self) -> Tensor:
+        """int64 [num_decodes]: keys that each decode token sees, itself included."""
+        return torch.tensor(self.spans.ends[: self.num_decodes], dtype=torch.int64, device=self.tokens.device)
+
+
+def train_context(tokens: Tensor, lengths: tuple[int, ...], *, fake_quant: FakeQuant | None = None) -> ForwardContext:
+    """The context of a packed training batch: documents of `lengths` tokens, no cache, logits everywhere."""
+    spans = Spans.build(lengths, device=tokens.device)
+    return ForwardContext(tokens, spans, fake_quant=fake_quant or FakeQuant(), is_training=True)

@@ -1,0 +1,96 @@
+"""The Worker contract: what a server may ask of an engine process, and what comes back. Version 1.
+
+Transport: pyzmq, one DEALER/ROUTER pair, each message one msgpack frame of a tagged union.
+Not here: sockets (`engine/worker.py` is one end, `server/client.py` the other).
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from baltoro.protocol.completion import TokenDelta
+from baltoro.protocol.sampling import SamplingParams
+
+WIRE_VERSION = 1
+
+
+class MediaItem(msgspec.Struct, frozen=True):
+    """One preprocessed picture: `pixels` is float32 [t*h*w, 3, patch, patch] in row-major bytes; the grid is in patches."""
+
+    pixels: bytes
+    grid: tuple[int, int, int]
+    patch_size: int
+
+
+class Submit(msgspec.Struct, frozen=True, kw_only=True, tag="submit"):
+    """Start a request. `media` fills the runs of media-pad ids in `token_ids`, in order.
+
+    `grammar` is a llguidance grammar in its serialised JSON form; it rules from the first token on, or, when
+    `grammar_after` is given, from the first position after that run of ids has been produced.
+    """
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    params: SamplingParams
+    n: int = 1
+    priority: int = 0
+    media: tuple[MediaItem, ...] = ()
+    grammar: str | None = None
+    grammar_after: tuple[int, ...] | None = None
+    adapter: str | None = None
+    cache_salt: str = ""
+
+
+class Abort(msgspec.Struct, frozen=True, tag="abort"):
+    """End a request wherever it is; an empty id ends all."""
+
+    request_id: str
+
+
+class Flush(msgspec.Struct, frozen=True, tag="flush"):
+    """Forget cached prefixes. Answered by Ack."""
+
+    call_id: str
+
+
+class Query(msgspec.Struct, frozen=True, tag="query"):
+    """Ask for engine numbers. Answered by Ack with `info`."""
+
+    call_id: str
+
+
+class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
+    """Finish what runs (`is_draining`) or abort it, then leave."""
+
+    is_draining: bool = True
+
+
+class Deltas(msgspec.Struct, frozen=True, tag="deltas"):
+    """What one step produced, for all requests of this client."""
+
+    items: tuple[TokenDelta, ...]
+
+
+class Ack(msgspec.Struct, frozen=True, kw_only=True, tag="ack"):
+    """Answer to a call. `error` is None when it worked."""
+
+    call_id: str
+    error: str | None = None
+    info: dict[str, object] = {}
+
+
+class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
+    """First message of an engine: it is ready. `info` holds model facts and the resolved memory plan."""
+
+    version: int = WIRE_VERSION
+    info: dict[str, object] = {}
+
+
+class Dying(msgspec.Struct, frozen=True, tag="dying"):
+    """Last message of an engine that stops on its own: the reason, in words."""
+
+    reason: str
+
+
+ToEngine = Submit | Abort | Flush | Query | Shutdown
+FromEngine = Deltas | Ack | Hello | Dying

@@ -1,0 +1,1 @@
+"""OpenAI-compatible HTTP; talks to any Worker, never sees a tensor."""
