@@ -6,7 +6,7 @@
       PeerError                      502/503 elsewhere  WorkerLost
       InvariantError                 500     no, stop   LeakError, ShapeError
 
-Invariants: every error that reaches a user says what to do about it; an InvariantError stops the worker, with the audit.
+Invariants: every error that reaches a user says what to do; an InvariantError stops the worker, with the audit.
 Not here: how an error looks in JSON (`server/`).
 """
 

@@ -18,6 +18,8 @@ from torch import Tensor
 
 from baltoro.errors import ShapeError
 
+CPU = torch.device("cpu")
+
 
 @dataclass(frozen=True)
 class Spans:
@@ -25,7 +27,7 @@ class Spans:
 
     lengths: tuple[int, ...]
     starts: tuple[int, ...]
-    device: torch.device = torch.device("cpu")
+    device: torch.device = CPU
 
     def __post_init__(self) -> None:
         if len(self.lengths) != len(self.starts):

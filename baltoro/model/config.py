@@ -116,9 +116,7 @@ class K3Config:
 
     def has_experts(self, layer: int) -> bool:
         """Whether layer `layer` (0-based) is a mixture of experts; otherwise it has a dense MLP."""
-        return (
-            self.num_experts > 0 and layer >= self.first_dense_layers and layer % self.moe_layer_freq == 0
-        )
+        return self.num_experts > 0 and layer >= self.first_dense_layers and layer % self.moe_layer_freq == 0
 
     @property
     def expert_width(self) -> int:
@@ -178,7 +176,10 @@ def _check_shape(config: K3Config) -> None:
         if not is_good:
             raise ConfigError(message)
 
-    need(config.num_layers >= 1 and config.hidden_size >= 1, "num_hidden_layers and hidden_size must be positive")
+    need(
+        config.num_layers >= 1 and config.hidden_size >= 1,
+        "num_hidden_layers and hidden_size must be positive",
+    )
     need(
         all(0 <= i < config.num_layers for i in config.mla_layers),
         f"full_attn_layers names a layer outside 1..{config.num_layers}",
@@ -194,7 +195,10 @@ def _check_shape(config: K3Config) -> None:
             f"num_experts_per_token {config.num_active_experts} must lie in 1..num_experts {config.num_experts}",
         )
         need(config.expert_intermediate_size > 0, "moe_intermediate_size is missing")
-        need(config.num_experts % config.num_expert_groups == 0, "num_experts must divide into num_expert_group groups")
+        need(
+            config.num_experts % config.num_expert_groups == 0,
+            "num_experts must divide into num_expert_group groups",
+        )
     if config.are_experts_packed:
         need(
             config.expert_width % 32 == 0 and config.expert_intermediate_size % 32 == 0,
@@ -203,4 +207,7 @@ def _check_shape(config: K3Config) -> None:
     if config.attn_res_block_size is not None:
         need(config.attn_res_block_size >= 1, "attn_res_block_size must be at least 1")
     if config.vision is not None:
-        need(config.vision.qkv_hidden_size % config.vision.num_heads == 0, "qkv_hidden_size must divide by heads")
+        need(
+            config.vision.qkv_hidden_size % config.vision.num_heads == 0,
+            "qkv_hidden_size must divide by heads",
+        )

@@ -63,7 +63,7 @@ def _check(is_good: bool, param: str, advice: str) -> None:
 
 @runtime_checkable
 class StopRule(Protocol):
-    """Decides from ids alone where a completion ends. One object per request, made by `chat`; the engine only calls it."""
+    """Decides from ids where a completion ends. One object per request, made by `chat`; the engine only calls it."""
 
     def push(self, token: int) -> int | None:
         """Take the next id. None: go on. n >= 0: stop, and the last n tokens belong to the stop string."""

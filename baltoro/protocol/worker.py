@@ -15,7 +15,7 @@ WIRE_VERSION = 1
 
 
 class MediaItem(msgspec.Struct, frozen=True):
-    """One preprocessed picture: `pixels` is float32 [t*h*w, 3, patch, patch] in row-major bytes; the grid is in patches."""
+    """One preprocessed picture: `pixels` is float32 [t*h*w, 3, patch, patch], row-major bytes; `grid` is in patches."""
 
     pixels: bytes
     grid: tuple[int, int, int]

@@ -1,0 +1,59 @@
+"""The verbs. Part of the `__main__` room: the only place that introduces rooms to each other.
+
+A verb is one module with one function of the same name; typer makes its options from the signature.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import typer
+from typer.core import TyperGroup
+from typer.main import get_command
+
+# verb -> one line for `baltoro --help`; the order is that of the help
+VERBS = {
+    "serve": "Serve a model over the OpenAI API.",
+    "chat": "Talk to a model in the terminal.",
+    "generate": "Complete prompts offline.",
+    "train": "Train a model from a recipe.",
+    "inspect": "Check every tensor name, shape and byte of a checkpoint or index.",
+    "sizes": "Parameters, bytes per token and per request, what fits into memory.",
+    "convert": "Rewrite a checkpoint: quantise, dequantise, reshard.",
+    "explain": "Which kernel runs where, and why.",
+    "bench": "Measure.",
+}
+
+
+class LazyVerbs(TyperGroup):
+    """Looks a verb up by importing its module only then."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return [verb for verb in VERBS if find_spec(f"baltoro.cli.{verb}") is not None]
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if cmd_name not in self.list_commands(ctx):
+            return None
+        module = import_module(f"baltoro.cli.{cmd_name}")
+        if hasattr(module, "app"):
+            return get_command(module.app)
+        single = typer.Typer(add_completion=False, rich_markup_mode="markdown")
+        single.command(name=cmd_name)(getattr(module, cmd_name))
+        return get_command(single)
+
+
+app = typer.Typer(
+    cls=LazyVerbs,
+    add_completion=False,
+    no_args_is_help=True,
+    rich_markup_mode="markdown",
+    pretty_exceptions_enable=False,
+    help="Train, post-train and serve models of the Kimi K3 architecture.",
+)
+
+
+@app.callback()
+def _root() -> None:
+    """Train, post-train and serve models of the Kimi K3 architecture."""
