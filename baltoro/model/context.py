@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from baltoro.errors import ShapeError
+from baltoro.kernels.dispatch import Kernels, kernels_for
 from baltoro.kernels.spans import Spans
 from baltoro.model.state import CacheViews
 
@@ -88,8 +89,15 @@ class ForwardContext:
             raise ShapeError(f"the first {self.num_decodes} spans are decodes and must have length 1")
         if self.cache is None and any(self.spans.starts):
             raise ShapeError("a span that starts after 0 needs a cache")
+        if any(start == 0 for start in self.spans.starts[: self.num_decodes]):
+            raise ShapeError("a span that starts at 0 has no state yet: it is a prefill, not a decode")
         if self.num_decodes and self.cache is None:
             raise ShapeError("decode spans need a cache")
+
+    @cached_property
+    def kernels(self) -> Kernels:
+        """What the dispatch table picked for the device of this step."""
+        return kernels_for(self.tokens.device)
 
     @cached_property
     def prefill(self) -> Spans:
@@ -100,6 +108,37 @@ class ForwardContext:
     def decode_lengths(self) -> Tensor:
         """int64 [num_decodes]: keys that each decode token sees, itself included."""
         return torch.tensor(self.spans.ends[: self.num_decodes], dtype=torch.int64, device=self.tokens.device)
+
+    @cached_property
+    def prefill_is_fresh(self) -> Tensor:
+        """bool [number of prefill spans]: which begin a request and find an empty state."""
+        return torch.tensor([start == 0 for start in self.prefill.starts], device=self.tokens.device)
+
+    @property
+    def is_prefill_fresh(self) -> bool:
+        """Whether no prefill span has anything before it in the cache."""
+        return not any(self.prefill.starts)
+
+    @cached_property
+    def kv_places(self) -> tuple[Tensor, Tensor]:
+        """(page, offset in page), int64 [T] each: where this step's rows go."""
+        assert self.cache is not None
+        return _places(self.cache.kv_rows, self.cache.page_size)
+
+    @cached_property
+    def prefill_key_places(self) -> tuple[Tensor, Tensor]:
+        """(page, offset), int64 [S] each: every row that the prefill spans see, span by span, oldest first."""
+        assert self.cache is not None
+        size, rows = self.cache.page_size, []
+        for n, end in enumerate(self.prefill.ends):
+            pages = self.cache.page_table[self.num_decodes + n, : -(-end // size)]
+            offsets = torch.arange(size, device=pages.device)
+            rows.append((pages[:, None] * size + offsets).flatten()[:end])
+        return _places(torch.cat(rows), size)
+
+
+def _places(rows: Tensor, page_size: int) -> tuple[Tensor, Tensor]:
+    return rows // page_size, rows % page_size
 
 
 def train_context(tokens: Tensor, lengths: tuple[int, ...], *, fake_quant: FakeQuant | None = None) -> ForwardContext:

@@ -1,0 +1,102 @@
+"""K3, whole: embed (and picture features), layers, last mix, norm, head. A plain loop over layers.
+
+In: a ForwardContext. Out: logits [M, X] in the activation dtype (rows of `ctx.logit_rows`, or all T).
+Module names are the published tensor names without the optional `language_model.` prefix, so that `state_dict` keys
+and files map one to one; only routed experts are stacked.
+Source: spec/k3.md 3.2.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from baltoro.errors import ShapeError
+from baltoro.model.attnres import Stream, mix
+from baltoro.model.config import K3Config
+from baltoro.model.context import ForwardContext
+from baltoro.model.layer import DecoderLayer
+from baltoro.model.linear import Linear, RMSNorm, WeightOnly
+from baltoro.model.mtp import MTPLayer
+from baltoro.model.vision import Projector, VisionTower
+
+
+class Decoder(nn.Module):
+    """Embedding, layers and final norm. MTP layers follow the decoder's in `layers`; the loop stops before them."""
+
+    def __init__(self, config: K3Config, *, dtype: torch.dtype, device: str | torch.device) -> None:
+        super().__init__()
+        self.num_layers = config.num_layers
+        self.has_attn_res = config.attn_res_block_size is not None
+        hidden, eps = config.hidden_size, config.rms_norm_eps
+        self.embed_tokens = WeightOnly(config.vocab_size, hidden, dtype=dtype, device=device)
+        layers: list[nn.Module] = [DecoderLayer(config, i, dtype=dtype, device=device) for i in range(self.num_layers)]
+        layers += [MTPLayer(config, k, dtype=dtype, device=device) for k in range(config.num_mtp_layers)]
+        self.layers = nn.ModuleList(layers)
+        self.norm = RMSNorm(hidden, eps, dtype=dtype, device=device)
+        if self.has_attn_res:
+            self.output_attn_res_norm = RMSNorm(hidden, eps, dtype=dtype, device=device)
+            self.output_attn_res_proj = Linear(hidden, 1, dtype=dtype, device=device)
+
+    def forward(self, embeddings: Tensor, ctx: ForwardContext) -> Tensor:
+        """[T, D], the state before the final norm."""
+        stream = Stream(embeddings)
+        for layer in self.layers[: self.num_layers]:
+            stream = layer(stream, ctx)
+        if self.has_attn_res:
+            return mix(stream, self.output_attn_res_norm, self.output_attn_res_proj, ctx)
+        assert stream.prefix is not None
+        return stream.prefix
+
+
+class K3Model(nn.Module):
+    """The model of a config: text decoder, head and, if the config has one, vision tower with projector."""
+
+    def __init__(
+        self, config: K3Config, dtype: torch.dtype = torch.bfloat16, device: str | torch.device = "cpu"
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.dtype = dtype
+        self.model = Decoder(config, dtype=dtype, device=device)
+        if not config.tie_word_embeddings:
+            self.lm_head = Linear(config.hidden_size, config.vocab_size, dtype=dtype, device=device)
+        if config.vision is not None:
+            self.vision_tower = VisionTower(config.vision, dtype=dtype, device=device)
+            self.mm_projector = Projector(config.vision, config.hidden_size, dtype=dtype, device=device)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self.model.norm.weight.device
+
+    def forward(self, ctx: ForwardContext) -> Tensor:
+        """Logits [M, X]."""
+        hidden = self.hidden(ctx)
+        return self.logits(hidden if ctx.logit_rows is None else hidden[ctx.logit_rows])
+
+    def hidden(self, ctx: ForwardContext) -> Tensor:
+        """[T, D], the state before the final norm: what MTP and drafts read."""
+        return self.model(self.embed(ctx), ctx)  # type: ignore[no-any-return]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Final norm and head over any rows of `hidden`."""
+        normed = self.model.norm(hidden)
+        if self.config.tie_word_embeddings:
+            return F.linear(normed, self.model.embed_tokens.weight)
+        return self.lm_head(normed)  # type: ignore[no-any-return]
+
+    def embed(self, ctx: ForwardContext) -> Tensor:
+        """Token embeddings, with picture features in the place of media pads."""
+        embeddings = F.embedding(ctx.tokens, self.model.embed_tokens.weight)
+        if ctx.media is None:
+            return embeddings
+        if self.config.vision is None:
+            raise ShapeError("the step carries pictures but the model has no vision tower")
+        features = self.features(ctx.media.pixels, ctx.media.grids)
+        return embeddings.index_copy(0, ctx.media.rows, features[ctx.media.picks].to(embeddings.dtype))
+
+    def features(self, pixels: Tensor, grids: tuple[tuple[int, int, int], ...]) -> Tensor:
+        """[X, D]: projected features of pictures, row-major, items concatenated."""
+        return self.mm_projector(self.vision_tower(pixels.to(self.dtype), grids))  # type: ignore[no-any-return]

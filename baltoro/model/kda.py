@@ -1,0 +1,103 @@
+"""KDA layer: projections, short convolutions, gate, recurrence, gated norm, output projection.
+
+In: x [T, D], the normed layer input, packed spans. Out: [T, D].
+State: decode rows advance their slot in place; prefill spans read their slot (zeros when they start at 0) and write
+the state after their last token. Training has no state and starts every span at zero.
+Source: spec/k3.md 3.4.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from baltoro.kernels.kda.gate import log_decay
+from baltoro.kernels.kda.reference import l2_norm
+from baltoro.kernels.precision import acc_dtype
+from baltoro.model.config import K3Config
+from baltoro.model.context import CacheMap, ForwardContext
+from baltoro.model.linear import Linear, RMSNorm, WeightOnly
+
+
+class KDA(nn.Module):
+    """Kimi Delta Attention of one layer. `index` is the layer's place among the KDA layers (which view of the cache)."""
+
+    def __init__(self, config: K3Config, index: int, *, dtype: torch.dtype, device: str | torch.device) -> None:
+        super().__init__()
+        self.index = index
+        self.num_heads, self.head_dim = config.kda_num_heads, config.kda_head_dim
+        self.lower_bound = config.gate_lower_bound
+        width, hidden, acc = config.kda_width, config.hidden_size, acc_dtype(dtype)
+        for name in ("q_proj", "k_proj", "v_proj"):
+            self.add_module(name, Linear(hidden, width, dtype=dtype, device=device))
+        for name in ("q_conv1d", "k_conv1d", "v_conv1d"):
+            self.add_module(name, WeightOnly(width, 1, config.conv_size, dtype=acc, device=device))
+        self.f_a_proj = Linear(hidden, self.head_dim, dtype=dtype, device=device)
+        self.f_b_proj = Linear(self.head_dim, width, dtype=dtype, device=device)
+        self.b_proj = Linear(hidden, self.num_heads, dtype=dtype, device=device)
+        self.is_gate_full_rank = config.is_kda_gate_full_rank
+        if self.is_gate_full_rank:
+            self.g_proj = Linear(hidden, width, dtype=dtype, device=device)
+        else:
+            self.g_a_proj = Linear(hidden, self.head_dim, dtype=dtype, device=device)
+            self.g_b_proj = Linear(self.head_dim, width, dtype=dtype, device=device)
+        self.A_log = nn.Parameter(torch.empty(self.num_heads, dtype=acc, device=device))
+        self.dt_bias = nn.Parameter(torch.empty(width, dtype=acc, device=device))
+        self.o_norm = RMSNorm(self.head_dim, config.rms_norm_eps, dtype=acc, device=device)
+        self.o_proj = Linear(width, hidden, dtype=dtype, device=device)
+
+    def forward(self, x: Tensor, ctx: ForwardContext) -> Tensor:
+        heads = (-1, self.num_heads, self.head_dim)
+        qkv = self._convolve(torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x)], dim=-1), ctx)
+        q, k, v = (part.view(heads) for part in qkv.chunk(3, dim=-1))
+        raw = self.f_b_proj(self.f_a_proj(x)).view(heads)
+        decay = log_decay(
+            raw, self.A_log, self.dt_bias.view(self.num_heads, self.head_dim), lower_bound=self.lower_bound
+        )
+        beta = torch.sigmoid(self.b_proj(x).to(decay.dtype))
+        out = self._recur(l2_norm(q), l2_norm(k), v.to(decay.dtype), decay, beta, ctx)
+        gate = self.g_proj(x) if self.is_gate_full_rank else self.g_b_proj(self.g_a_proj(x))
+        out = ctx.kernels.gated_rms_norm(out, gate.view(heads), self.o_norm.weight, self.o_norm.eps, x.dtype)
+        return self.o_proj(out.flatten(1))  # type: ignore[no-any-return]
+
+    def _convolve(self, qkv: Tensor, ctx: ForwardContext) -> Tensor:
+        """Short convolution and SiLU over the concatenated q | k | v channels; reads and writes the conv history."""
+        weights = (self.q_conv1d.weight, self.k_conv1d.weight, self.v_conv1d.weight)
+        weight = torch.cat(weights).squeeze(1)
+        if ctx.cache is None:
+            return ctx.kernels.conv(qkv, weight, spans=ctx.spans, history=None)[0]
+        split, history = ctx.num_decodes, ctx.cache.views.conv[self.index]
+        parts = []
+        if split:
+            parts.append(ctx.kernels.conv_step(qkv[:split], weight, history, ctx.cache.slots[:split]))
+        if len(ctx.prefill):
+            before = _entering(history, ctx.cache, ctx)
+            mixed, after = ctx.kernels.conv(qkv[split:], weight, spans=ctx.prefill, history=before)
+            history[ctx.cache.slots[split:]] = after
+            parts.append(mixed)
+        return torch.cat(parts)
+
+    def _recur(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, ctx: ForwardContext) -> Tensor:
+        """The delta rule over all spans: [T, H, V] in the accumulate dtype."""
+        scale = self.head_dim**-0.5
+        if ctx.cache is None:
+            return ctx.kernels.kda_chunk(q, k, v, g, beta, spans=ctx.spans, state=None, scale=scale)[0]
+        split, state = ctx.num_decodes, ctx.cache.views.recurrent[self.index]
+        parts = []
+        if split:
+            rows = (t[:split] for t in (q, k, v, g, beta))
+            parts.append(ctx.kernels.kda_step(*rows, state, ctx.cache.slots[:split], scale=scale))
+        if len(ctx.prefill):
+            rows = (t[split:] for t in (q, k, v, g, beta))
+            before = _entering(state, ctx.cache, ctx)
+            out, after = ctx.kernels.kda_chunk(*rows, spans=ctx.prefill, state=before, scale=scale)
+            state[ctx.cache.slots[split:]] = after.to(state.dtype)
+            parts.append(out)
+        return torch.cat(parts)
+
+
+def _entering(rows: Tensor, cache: CacheMap, ctx: ForwardContext) -> Tensor:
+    """What prefill spans find in their slots: zeros for a span that starts at 0, whatever an old owner left there."""
+    found = rows[cache.slots[ctx.num_decodes :]]
+    fresh = ctx.prefill_is_fresh.view(-1, *([1] * (found.dim() - 1)))
+    return torch.where(fresh, torch.zeros((), dtype=found.dtype, device=found.device), found)

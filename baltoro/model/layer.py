@@ -1,0 +1,69 @@
+"""One layer: attention, then MLP or experts, each reading the depth mix and adding to the stream.
+
+In and out: a Stream. Without AttnRes this is an ordinary pre-norm layer.
+Source: spec/k3.md 3.3.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from baltoro.model.attnres import Stream, mix
+from baltoro.model.config import K3Config
+from baltoro.model.context import ForwardContext
+from baltoro.model.kda import KDA
+from baltoro.model.linear import Linear, RMSNorm
+from baltoro.model.mla import MLA
+from baltoro.model.mlp import MLP
+from baltoro.model.moe import MoE
+
+
+class DecoderLayer(nn.Module):
+    """Layer `layer` (0-based) of the decoder. An MTP block passes `has_attn_res=False` and `layer >= num_layers`."""
+
+    def __init__(
+        self,
+        config: K3Config,
+        layer: int,
+        *,
+        dtype: torch.dtype,
+        device: str | torch.device,
+        has_attn_res: bool | None = None,
+    ) -> None:
+        super().__init__()
+        hidden, eps = config.hidden_size, config.rms_norm_eps
+        is_mtp = layer >= config.num_layers
+        if is_mtp or config.kind(layer) == "mla":
+            index = len(config.mla_layers) + layer - config.num_layers if is_mtp else config.mla_layers.index(layer)
+            self.self_attn: KDA | MLA = MLA(config, index, dtype=dtype, device=device)
+        else:
+            self.self_attn = KDA(config, config.kda_layers.index(layer), dtype=dtype, device=device)
+        self.has_experts = config.num_experts > 0 if is_mtp else config.has_experts(layer)
+        if self.has_experts:
+            self.block_sparse_moe = MoE(config, dtype=dtype, device=device)
+        else:
+            self.mlp = MLP(config, config.intermediate_size, dtype=dtype, device=device)
+        self.input_layernorm = RMSNorm(hidden, eps, dtype=dtype, device=device)
+        self.post_attention_layernorm = RMSNorm(hidden, eps, dtype=dtype, device=device)
+        block = config.attn_res_block_size
+        self.has_attn_res = block is not None if has_attn_res is None else has_attn_res
+        self.opens_block = self.has_attn_res and block is not None and layer % block == 0
+        if self.has_attn_res:
+            for name in ("self_attention_res", "mlp_res"):
+                self.add_module(f"{name}_norm", RMSNorm(hidden, eps, dtype=dtype, device=device))
+                self.add_module(f"{name}_proj", Linear(hidden, 1, dtype=dtype, device=device))
+
+    def forward(self, stream: Stream, ctx: ForwardContext) -> Stream:
+        h = self._read(stream, "self_attention_res", ctx)
+        if self.opens_block:
+            stream = stream.open_block()
+        stream = stream.add(self.self_attn(self.input_layernorm(h), ctx))
+        h = self.post_attention_layernorm(self._read(stream, "mlp_res", ctx))
+        return stream.add(self.block_sparse_moe(h, ctx) if self.has_experts else self.mlp(h))
+
+    def _read(self, stream: Stream, name: str, ctx: ForwardContext) -> Tensor:
+        if self.has_attn_res:
+            return mix(stream, getattr(self, f"{name}_norm"), getattr(self, f"{name}_proj"), ctx)
+        assert stream.prefix is not None, "a plain residual stream always has a running sum"
+        return stream.prefix

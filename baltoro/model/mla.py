@@ -1,0 +1,111 @@
+"""Gated NoPE latent attention: expanded for prefill and training, absorbed over the latent cache for decode.
+
+In: x [T, D], the normed layer input. Out: [T, D].
+Cache: one row per token, normed latent [R] | shared key part [Dr]; decode multiplies kv_b into the query and the
+output instead of expanding the cache. No position information of any kind.
+In training the attention output stays in the accumulate dtype up to the gate (rounding it first moves gradients).
+Source: spec/k3.md 3.5.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from baltoro.kernels.precision import acc_dtype
+from baltoro.kernels.spans import Spans
+from baltoro.model.config import K3Config
+from baltoro.model.context import CacheMap, ForwardContext
+from baltoro.model.linear import Linear, RMSNorm
+
+
+class MLA(nn.Module):
+    """Latent attention of one layer. `index` is the layer's place among the MLA layers (which view of the cache).
+
+    `logit_observer`, when set, is told the largest attention logit of each head [H] of a training forward (QK-clip).
+    """
+
+    def __init__(self, config: K3Config, index: int, *, dtype: torch.dtype, device: str | torch.device) -> None:
+        super().__init__()
+        self.index = index
+        self.num_heads = config.num_heads
+        self.nope, self.rope, self.value = config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim
+        self.latent = config.kv_lora_rank
+        self.scale = config.qk_head_dim**-0.5
+        self.has_gate = config.has_mla_gate
+        self.q_rank = config.q_lora_rank
+        self.logit_observer: Callable[[Tensor], None] | None = None
+        hidden, heads, eps = config.hidden_size, config.num_heads, config.mla_norm_eps
+        if self.q_rank is None:
+            self.q_proj = Linear(hidden, heads * config.qk_head_dim, dtype=dtype, device=device)
+        else:
+            self.q_a_proj = Linear(hidden, self.q_rank, dtype=dtype, device=device)
+            self.q_a_layernorm = RMSNorm(self.q_rank, eps, dtype=dtype, device=device)
+            self.q_b_proj = Linear(self.q_rank, heads * config.qk_head_dim, dtype=dtype, device=device)
+        self.kv_a_proj_with_mqa = Linear(hidden, config.kv_row_width, dtype=dtype, device=device)
+        self.kv_a_layernorm = RMSNorm(self.latent, eps, dtype=dtype, device=device)
+        self.kv_b_proj = Linear(self.latent, heads * (self.nope + self.value), dtype=dtype, device=device)
+        if self.has_gate:
+            self.g_proj = Linear(hidden, heads * self.value, dtype=dtype, device=device)
+        self.o_proj = Linear(heads * self.value, hidden, dtype=dtype, device=device)
+
+    def forward(self, x: Tensor, ctx: ForwardContext) -> Tensor:
+        q = self.q_proj(x) if self.q_rank is None else self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
+        q = q.view(-1, self.num_heads, self.nope + self.rope)
+        latent, shared = self.kv_a_proj_with_mqa(x).split([self.latent, self.rope], dim=-1)
+        rows = torch.cat([self.kv_a_layernorm(latent), shared], dim=-1)
+        out = self._attend(q, rows, ctx).flatten(1)
+        if self.has_gate:
+            out = out * torch.sigmoid(self.g_proj(x)).to(out.dtype)
+        return self.o_proj(out.to(x.dtype))  # type: ignore[no-any-return]
+
+    def _attend(self, q: Tensor, rows: Tensor, ctx: ForwardContext) -> Tensor:
+        """[T, H, Dv]; writes `rows` to the cache first, so that a token sees itself."""
+        if ctx.cache is None:
+            return self._expanded(q, rows, ctx.spans, ctx)
+        split, kv = ctx.num_decodes, ctx.cache.views.kv[self.index]
+        kv[ctx.kv_places] = rows
+        parts = []
+        if split:
+            parts.append(self._absorbed(q[:split], kv, ctx.cache, ctx))
+        if len(ctx.prefill):
+            keys = rows[split:] if ctx.is_prefill_fresh else kv[ctx.prefill_key_places]
+            parts.append(self._expanded(q[split:], keys, ctx.prefill, ctx))
+        return torch.cat(parts)
+
+    def _expanded(self, q: Tensor, rows: Tensor, spans: Spans, ctx: ForwardContext) -> Tensor:
+        """Ordinary attention on keys and values expanded from the rows of all tokens that the spans see."""
+        latent, shared = rows.split([self.latent, self.rope], dim=-1)
+        expanded = self.kv_b_proj(latent).view(-1, self.num_heads, self.nope + self.value)
+        key_part, value = expanded.split([self.nope, self.value], dim=-1)
+        key = torch.cat([key_part, shared.unsqueeze(1).expand(-1, self.num_heads, -1)], dim=-1)
+        if self.logit_observer is not None and ctx.is_training:
+            self.logit_observer(max_logits(q.detach(), key.detach(), spans, self.scale))
+        out_dtype = acc_dtype(q.dtype) if ctx.is_training else q.dtype
+        return ctx.kernels.mla_attend(q, key, value, spans=spans, scale=self.scale, out_dtype=out_dtype)
+
+    def _absorbed(self, q: Tensor, kv: Tensor, cache: CacheMap, ctx: ForwardContext) -> Tensor:
+        """Decode rows against the paged latent rows: kv_b goes into the query and into the output."""
+        weight = self.kv_b_proj.weight.view(self.num_heads, self.nope + self.value, self.latent)
+        up_key, up_value = weight.split([self.nope, self.value], dim=1)
+        q_nope, q_shared = q.split([self.nope, self.rope], dim=-1)
+        # [H, N, Dn] x [H, Dn, R]: one small product per head
+        q_latent = torch.bmm(q_nope.transpose(0, 1), up_key).transpose(0, 1)
+        table = cache.page_table[: ctx.num_decodes]
+        query = torch.cat([q_latent, q_shared], dim=-1)
+        out, _ = ctx.kernels.mla_attend_absorbed(
+            query, kv, table, ctx.decode_lengths, latent=self.latent, scale=self.scale
+        )
+        return torch.bmm(out.to(q.dtype).transpose(0, 1), up_value.transpose(1, 2)).transpose(0, 1)
+
+
+def max_logits(q: Tensor, k: Tensor, spans: Spans, scale: float) -> Tensor:
+    """Largest causal q.k * scale of each head, [H], over training spans (keys and queries are the same rows)."""
+    best = torch.full((q.shape[1],), -torch.inf, dtype=acc_dtype(q.dtype), device=q.device)
+    for first, last in zip(spans.offsets, spans.offsets[1:], strict=False):
+        scores = torch.einsum("qhd,khd->hqk", q[first:last], k[first:last]).to(best.dtype) * scale
+        future = torch.ones(last - first, last - first, dtype=torch.bool, device=q.device).triu(1)
+        best = torch.maximum(best, scores.masked_fill(future, -torch.inf).amax(dim=(1, 2)))
+    return best

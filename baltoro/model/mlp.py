@@ -1,0 +1,39 @@
+"""Gated MLP: the dense first layer and the shared experts. SiTU-GLU or SiLU, by the config.
+
+In: x [T, D]. Out: [T, D]. Source: spec/k3.md 3.6.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from baltoro.kernels.moe.reference import silu_glu, situ_glu
+from baltoro.model.config import K3Config
+from baltoro.model.linear import Linear
+
+Activation = Callable[[Tensor, Tensor], Tensor]
+
+
+def activation_of(config: K3Config) -> Activation:
+    """(gate, up) -> hidden, in the input dtype."""
+    if config.hidden_act == "silu":
+        return silu_glu
+    return partial(situ_glu, beta=config.situ_beta, linear_beta=config.situ_linear_beta)
+
+
+class MLP(nn.Module):
+    """down(act(gate(x), up(x)))."""
+
+    def __init__(self, config: K3Config, intermediate: int, *, dtype: torch.dtype, device: str | torch.device) -> None:
+        super().__init__()
+        self.activation = activation_of(config)
+        self.gate_proj = Linear(config.hidden_size, intermediate, dtype=dtype, device=device)
+        self.up_proj = Linear(config.hidden_size, intermediate, dtype=dtype, device=device)
+        self.down_proj = Linear(intermediate, config.hidden_size, dtype=dtype, device=device)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(self.activation(self.gate_proj(x), self.up_proj(x)))  # type: ignore[no-any-return]

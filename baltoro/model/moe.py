@@ -1,0 +1,124 @@
+"""Stable LatentMoE: router, latent down, routed experts, latent norm, latent up, shared experts.
+
+In: x [T, D], the normed layer input. Out: [T, D]. Router and shared experts see x; routed experts see the latent.
+Without a latent size the experts work on x itself (ordinary MoE).
+Experts are stacked: dense parameters [E, out, in], or the checkpoint's packed MXFP4 bytes, dequantised on use.
+Source: spec/k3.md 3.7, 5.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from baltoro.kernels.moe.experts import ExpertWeights, Packed
+from baltoro.kernels.precision import acc_dtype
+from baltoro.model.config import K3Config
+from baltoro.model.context import ForwardContext
+from baltoro.model.linear import Linear, RMSNorm
+from baltoro.model.mlp import MLP, activation_of
+
+
+class Router(nn.Module):
+    """Scores in the accumulate dtype: a bf16 product flips borderline picks.
+
+    `observer`, when set, is told logits' scores [T, E] (sigmoid or softmax) and picked ids [T, A] of a training
+    forward (balancing).
+    """
+
+    def __init__(self, config: K3Config, *, dtype: torch.dtype, device: str | torch.device) -> None:
+        super().__init__()
+        self.config = config
+        self.observer: Callable[[Tensor, Tensor], None] | None = None
+        self.weight = nn.Parameter(torch.empty(config.num_experts, config.hidden_size, dtype=dtype, device=device))
+        bias = torch.empty(config.num_experts, dtype=acc_dtype(dtype), device=device)
+        # not trained by gradient: balancing sets it
+        self.e_score_correction_bias = nn.Parameter(bias, requires_grad=False)
+
+    def forward(self, x: Tensor, ctx: ForwardContext) -> tuple[Tensor, Tensor]:
+        """ids int64 [T, A] and weights [T, A] in the accumulate dtype."""
+        acc = acc_dtype(x.dtype)
+        logits = F.linear(x.to(acc), self.weight.to(acc))
+        ids, weights = ctx.kernels.route(
+            logits,
+            self.e_score_correction_bias,
+            top_k=self.config.num_active_experts,
+            activation=self.config.router_activation,
+            is_renormalised=self.config.is_router_renormalised,
+            scaling=self.config.routed_scaling_factor,
+            num_groups=self.config.num_expert_groups,
+            num_top_groups=self.config.num_top_groups,
+        )
+        if self.observer is not None and ctx.is_training:
+            is_sigmoid = self.config.router_activation == "sigmoid"
+            scores = torch.sigmoid(logits) if is_sigmoid else torch.softmax(logits, dim=-1)
+            self.observer(scores.detach(), ids)
+        return ids, weights
+
+
+class Experts(nn.Module):
+    """The stacked weights of all routed experts of a layer: w1 gate, w3 up [E, F, M], w2 down [E, M, F]."""
+
+    def __init__(self, config: K3Config, *, dtype: torch.dtype, device: str | torch.device) -> None:
+        super().__init__()
+        self.is_packed = config.are_experts_packed
+        width, hidden, count = config.expert_width, config.expert_intermediate_size, config.num_experts
+        for name, rows, columns in (("w1", hidden, width), ("w2", width, hidden), ("w3", hidden, width)):
+            if self.is_packed:
+                packed = torch.empty(count, rows, columns // 2, dtype=torch.uint8, device=device)
+                scale = torch.empty(count, rows, columns // 32, dtype=torch.uint8, device=device)
+                self.register_buffer(f"{name}_packed", packed)
+                self.register_buffer(f"{name}_scale", scale)
+            else:
+                weight = nn.Parameter(torch.empty(count, rows, columns, dtype=dtype, device=device))
+                self.register_parameter(name, weight)
+
+    def weights(self) -> ExpertWeights:
+        """What the expert product takes."""
+        return ExpertWeights(w1=self._matrix("w1"), w3=self._matrix("w3"), w2=self._matrix("w2"))
+
+    def _matrix(self, name: str) -> Tensor | Packed:
+        if self.is_packed:
+            return Packed(getattr(self, f"{name}_packed"), getattr(self, f"{name}_scale"))
+        weight: Tensor = getattr(self, name)
+        return weight
+
+
+class MoE(nn.Module):
+    """One mixture of experts."""
+
+    def __init__(self, config: K3Config, *, dtype: torch.dtype, device: str | torch.device) -> None:
+        super().__init__()
+        self.activation = activation_of(config)
+        self.gate = Router(config, dtype=dtype, device=device)
+        self.experts = Experts(config, dtype=dtype, device=device)
+        self.has_latent, self.has_norm = config.latent_size is not None, config.has_latent_norm
+        if self.has_latent:
+            width, hidden = config.expert_width, config.hidden_size
+            self.routed_expert_down_proj = Linear(hidden, width, dtype=dtype, device=device)
+            if self.has_norm:
+                self.routed_expert_norm = RMSNorm(width, config.rms_norm_eps, dtype=dtype, device=device)
+            self.routed_expert_up_proj = Linear(width, hidden, dtype=dtype, device=device)
+        self.has_shared = config.num_shared_experts > 0
+        if self.has_shared:
+            intermediate = config.num_shared_experts * config.expert_intermediate_size
+            self.shared_experts = MLP(config, intermediate, dtype=dtype, device=device)
+
+    def forward(self, x: Tensor, ctx: ForwardContext) -> Tensor:
+        ids, weights = self.gate(x, ctx)
+        z = self.routed_expert_down_proj(x) if self.has_latent else x
+        y = ctx.kernels.expert_product(
+            z,
+            ids,
+            weights,
+            self.experts.weights(),
+            activation=self.activation,
+            fake_weights=ctx.fake_quant.weights,
+            fake_activations=ctx.fake_quant.activations,
+        )
+        if self.has_latent:
+            y = self.routed_expert_up_proj(self.routed_expert_norm(y) if self.has_norm else y)
+        return y + self.shared_experts(x) if self.has_shared else y
