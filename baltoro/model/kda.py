@@ -20,7 +20,7 @@ from baltoro.model.linear import Linear, RMSNorm, WeightOnly
 
 
 class KDA(nn.Module):
-    """Kimi Delta Attention of one layer. `index` is the layer's place among the KDA layers (which view of the cache)."""
+    """Kimi Delta Attention of one layer. `index`: its place among the KDA layers, which picks the view of the cache."""
 
     def __init__(self, config: K3Config, index: int, *, dtype: torch.dtype, device: str | torch.device) -> None:
         super().__init__()
