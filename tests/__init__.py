@@ -1,0 +1,1 @@
+"""The package's shadow: one folder per room, one file per module."""

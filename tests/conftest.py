@@ -1,0 +1,31 @@
+"""Common ground of all tests: seeds, uninitialised memory that shows, the published files if they are at hand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from baltoro.config import environment
+
+
+@pytest.fixture(autouse=True)
+def _honest_torch() -> Iterator[None]:
+    """Fixed seed, and torch.empty filled with NaN, so that memory nobody wrote cannot pass for zeros."""
+    torch.manual_seed(0)
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    yield
+    torch.use_deterministic_algorithms(before)
+
+
+@pytest.fixture(scope="session")
+def k3_data() -> Path:
+    """Folder of the published config, index and tokenizer file."""
+    folder = environment("BALTORO_K3_DATA")
+    if not folder:
+        pytest.skip("BALTORO_K3_DATA is not set: it names the folder with the published config, index and tokenizer")
+    return Path(folder)
