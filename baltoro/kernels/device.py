@@ -1,0 +1,51 @@
+"""What this machine can do, asked once.
+
+In: a torch device. Out: a frozen Machine that the dispatch table is matched against. Nothing here allocates on it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """One device as the kernels see it.
+
+    kind          "cpu" or "cuda"
+    name          for people
+    capability    (major, minor) of a CUDA device, None on a CPU
+    num_units     streaming multiprocessors, or the threads torch may use on a CPU
+    memory_bytes  of the device; 0 where torch cannot tell (CPU)
+    has_triton    whether the triton package is installed
+    """
+
+    kind: str
+    name: str
+    capability: tuple[int, int] | None
+    num_units: int
+    memory_bytes: int
+    has_triton: bool
+
+
+@cache
+def machine(kind: str, index: int = 0) -> Machine:
+    """Describe device `kind:index`. A CUDA device that is absent is described as one that can do nothing special."""
+    has_triton = find_spec("triton") is not None
+    if kind != "cuda":
+        return Machine(kind, torch.backends.cpu.get_cpu_capability(), None, torch.get_num_threads(), 0, has_triton)
+    if not torch.cuda.is_available() or index >= torch.cuda.device_count():
+        return Machine(kind, "no such device here", None, 0, 0, has_triton)
+    facts = torch.cuda.get_device_properties(index)
+    return Machine(
+        kind,
+        facts.name,
+        (facts.major, facts.minor),
+        facts.multi_processor_count,
+        facts.total_memory,
+        has_triton,
+    )

@@ -1,0 +1,119 @@
+"""Which implementation of each operation runs on which device: a table, never a try.
+
+In: a device. Out: `Kernels`, the functions the layers call, or `Choice`s with the reasons (`baltoro explain`).
+For each operation the first row of TABLE whose device kind and needs fit the machine is taken. A faster implementation
+is one more row above the reference row. Every implementation of an operation has the signature of its reference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from baltoro.errors import InvariantError
+from baltoro.kernels.attnres import reference as attnres
+from baltoro.kernels.conv import reference as conv
+from baltoro.kernels.device import Machine, machine
+from baltoro.kernels.kda import chunk, gate
+from baltoro.kernels.kda import reference as kda
+from baltoro.kernels.mla import reference as mla
+from baltoro.kernels.moe import experts
+from baltoro.kernels.moe import reference as moe
+from baltoro.kernels.norm import reference as norm
+
+One = Callable[..., Tensor]
+Two = Callable[..., tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """One function per operation; signatures and shapes are those of the reference named beside it."""
+
+    rms_norm: One  # norm.reference.rms_norm
+    gated_rms_norm: One  # norm.reference.gated_rms_norm
+    l2_norm: One  # kda.reference.l2_norm
+    conv: Two  # conv.reference.short_conv
+    conv_step: One  # conv.reference.short_conv_step
+    kda_gate: One  # kda.gate.log_decay
+    kda_chunk: Two  # kda.chunk.chunked
+    kda_step: One  # kda.reference.step
+    mla_attend: One  # mla.reference.attend
+    mla_attend_absorbed: Two  # mla.reference.attend_absorbed
+    attnres_mix: One  # attnres.reference.mix
+    route: Two  # moe.reference.route
+    situ_glu: One  # moe.reference.situ_glu
+    silu_glu: One  # moe.reference.silu_glu
+    expert_product: One  # moe.experts.expert_product
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """`function` may run `op` on the device kinds named, where `needs` holds."""
+
+    op: str
+    kinds: tuple[str, ...]
+    implementation: str
+    function: Callable[..., Any]
+    reason: str
+    needs: Callable[[Machine], bool] = lambda _: True
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What was picked for one operation, and why."""
+
+    op: str
+    implementation: str
+    reason: str
+
+
+ANY = ("cpu", "cuda")
+PLAIN = "plain torch; the only implementation so far"
+CHUNKS = "plain torch, vectorised over chunks and heads; the only implementation so far"
+FORMS = "plain torch; gathers per pair for few tokens, groups by expert for many; the only implementation so far"
+
+# First fitting row wins. The reference row of an operation is its last.
+TABLE: tuple[Row, ...] = (
+    Row("rms_norm", ANY, "reference", norm.rms_norm, PLAIN),
+    Row("gated_rms_norm", ANY, "reference", norm.gated_rms_norm, PLAIN),
+    Row("l2_norm", ANY, "reference", kda.l2_norm, PLAIN),
+    Row("conv", ANY, "reference", conv.short_conv, PLAIN),
+    Row("conv_step", ANY, "reference", conv.short_conv_step, PLAIN),
+    Row("kda_gate", ANY, "reference", gate.log_decay, PLAIN),
+    Row("kda_chunk", ANY, "reference", chunk.chunked, CHUNKS),
+    Row("kda_step", ANY, "reference", kda.step, PLAIN),
+    Row("mla_attend", ANY, "reference", mla.attend, PLAIN),
+    Row("mla_attend_absorbed", ANY, "reference", mla.attend_absorbed, PLAIN),
+    Row("attnres_mix", ANY, "reference", attnres.mix, PLAIN),
+    Row("route", ANY, "reference", moe.route, PLAIN),
+    Row("situ_glu", ANY, "reference", moe.situ_glu, PLAIN),
+    Row("silu_glu", ANY, "reference", moe.silu_glu, PLAIN),
+    Row("expert_product", ANY, "reference", experts.expert_product, FORMS),
+)
+
+
+def kernels_for(device: torch.device) -> Kernels:
+    """The functions for one device."""
+    here = machine(device.type, device.index or 0)
+    return Kernels(**{field.name: select(field.name, here).function for field in fields(Kernels)})
+
+
+def choices(device: torch.device) -> list[Choice]:
+    """What `kernels_for` picks, in the order of `Kernels`, for `baltoro explain`."""
+    here = machine(device.type, device.index or 0)
+    rows = [select(field.name, here) for field in fields(Kernels)]
+    return [Choice(row.op, row.implementation, row.reason) for row in rows]
+
+
+def select(op: str, here: Machine, table: tuple[Row, ...] = TABLE) -> Row:
+    """The first row of `table` for `op` that fits the machine. Errors: InvariantError if none does."""
+    for row in table:
+        if row.op == op and here.kind in row.kinds and row.needs(here):
+            return row
+    raise InvariantError(
+        f"no implementation of {op} for a {here.kind} device; add a row to baltoro/kernels/dispatch.py"
+    )

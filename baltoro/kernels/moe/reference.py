@@ -1,0 +1,67 @@
+"""Routing with a selection bias, and the gated activations of the experts, in plain torch.
+
+Source: spec/k3.md 3.6 and 3.7 steps 1-4.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from baltoro.kernels.precision import acc_dtype
+
+
+def route(
+    logits: Tensor,
+    bias: Tensor,
+    *,
+    top_k: int,
+    activation: Literal["sigmoid", "softmax"],
+    is_renormalised: bool,
+    scaling: float,
+    num_groups: int = 1,
+    num_top_groups: int = 1,
+) -> tuple[Tensor, Tensor]:
+    """Choose top_k of E experts per token by score + bias; weigh them by score alone.
+
+    logits [T, E] and bias [E] in the accumulate dtype. With several groups only the num_top_groups groups whose two
+    best choices sum highest take part. Ties go to the lowest expert. Returns ids [T, A] int64, best choice first, and
+    weights [T, A]; gradients flow through the weights only.
+    """
+    scores = torch.sigmoid(logits) if activation == "sigmoid" else torch.softmax(logits, dim=-1)
+    choice = scores.detach() + bias.detach()
+    if num_groups > num_top_groups:
+        choice = _keep_best_groups(choice, num_groups, num_top_groups)
+    ids = torch.sort(choice, dim=-1, descending=True, stable=True).indices[:, :top_k]
+    weights = scores.gather(-1, ids)
+    if top_k > 1 and is_renormalised:
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    return ids, weights * scaling
+
+
+def _keep_best_groups(choice: Tensor, num_groups: int, num_top_groups: int) -> Tensor:
+    grouped = torch.unflatten(choice, -1, (num_groups, -1))
+    best = grouped.topk(min(2, grouped.shape[-1]), dim=-1).values.sum(-1)
+    kept = torch.sort(best, dim=-1, descending=True, stable=True).indices[:, :num_top_groups]
+    is_kept = torch.zeros_like(best, dtype=torch.bool).scatter_(-1, kept, True)
+    return grouped.masked_fill(~is_kept.unsqueeze(-1), float("-inf")).flatten(-2)
+
+
+def situ_glu(gate: Tensor, up: Tensor, *, beta: float, linear_beta: float | None) -> Tensor:
+    """beta tanh(gate/beta) sigmoid(gate) * linear_beta tanh(up/linear_beta); `up` itself if linear_beta is None.
+
+    In the accumulate dtype, rounded once to gate.dtype. Bounded by beta * linear_beta.
+    """
+    acc = acc_dtype(gate.dtype)
+    wide, linear = gate.to(acc), up.to(acc)
+    if linear_beta is not None:
+        linear = linear_beta * torch.tanh(linear / linear_beta)
+    return (beta * torch.tanh(wide / beta) * torch.sigmoid(wide) * linear).to(gate.dtype)
+
+
+def silu_glu(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) * up, in the input dtype."""
+    return F.silu(gate) * up
