@@ -1,0 +1,53 @@
+"""The dispatch table: every operation has a row on every device, and a row above another wins where its needs hold."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from baltoro.cli import app
+from baltoro.errors import InvariantError
+from baltoro.kernels.device import machine
+from baltoro.kernels.dispatch import TABLE, Kernels, Row, choices, kernels_for, select
+from baltoro.kernels.kda.chunk import chunked
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_every_operation_has_an_implementation_and_a_reason(device: str) -> None:
+    picked = choices(torch.device(device))
+    assert [c.op for c in picked] == [f.name for f in fields(Kernels)]
+    assert all(c.implementation and c.reason for c in picked)
+
+
+def test_every_row_names_an_operation() -> None:
+    assert {row.op for row in TABLE} == {f.name for f in fields(Kernels)}
+
+
+def test_kernels_hold_the_functions_of_the_table() -> None:
+    assert kernels_for(torch.device("cpu")).kda_chunk is chunked
+
+
+def test_first_row_that_fits_wins_and_needs_are_asked() -> None:
+    def fast() -> None:
+        return None
+
+    row = Row("conv", ("cuda",), "fast", fast, "for new devices", lambda here: (here.capability or (0, 0)) >= (9, 0))
+    table = (row, *TABLE)
+    here = replace(machine("cpu"), kind="cuda", capability=(9, 0))
+    assert select("conv", here, table) is row
+    assert select("conv", replace(here, capability=(8, 0)), table).implementation == "reference"
+    assert select("conv", machine("cpu"), table).implementation == "reference"
+
+
+def test_operation_without_a_row_is_our_bug() -> None:
+    with pytest.raises(InvariantError, match="kda_chunk"):
+        select("kda_chunk", machine("cpu"), ())
+
+
+def test_explain_prints_every_operation() -> None:
+    result = CliRunner().invoke(app, ["explain", "--device", "cuda"])
+    assert result.exit_code == 0, result.output
+    assert all(f.name in result.output for f in fields(Kernels))
