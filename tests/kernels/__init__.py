@@ -1,0 +1,1 @@
+"""Kernels: each against a formula written out in the test."""
