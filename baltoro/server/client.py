@@ -1,0 +1,266 @@
+"""The server's end of the Worker contract: submit, abort, ask; streams of deltas come back.
+
+In: `protocol.worker` messages for one engine process. Out: `DeltaStream`s, answers to calls, or WorkerLost.
+Transport: this end binds a ROUTER socket, the engine connects a DEALER and says Hello; each message is one frame of
+msgpack. The engine's identity is learnt from its Hello.
+Invariants: every stream ends - finished, failed, or closed by its reader, which aborts the request; once the engine is
+lost, everybody who waits and everybody who comes later gets WorkerLost with the reason.
+Not here: starting or watching the process (`cli.serve`), which calls `lose` when it ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections import deque
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from baltoro.errors import InvariantError, RequestError, WorkerLost
+from baltoro.observe import log, logger
+from baltoro.protocol.completion import TokenDelta
+from baltoro.protocol.worker import (
+    WIRE_VERSION,
+    Abort,
+    Ack,
+    Deltas,
+    Dying,
+    Flush,
+    FromEngine,
+    Hello,
+    Query,
+    Shutdown,
+    Submit,
+    ToEngine,
+)
+
+
+class DeltaStream:
+    """The deltas of one request, in order, until each of its n completions has ended.
+
+    A context manager: leaving it early aborts the request. Single writer: the client it came from.
+    """
+
+    def __init__(self, request_id: str, n: int, client: WorkerClient) -> None:
+        self.request_id = request_id
+        self._left = n
+        self._client = client
+        self._ready: deque[TokenDelta] = deque()
+        self._error: WorkerLost | None = None
+        self._news = asyncio.Event()
+        self._is_closed = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> TokenDelta:
+        """The next delta. Errors: WorkerLost when the engine is gone before the request has ended."""
+        while not self._ready:
+            if self._error is not None:
+                raise self._error
+            if self._left == 0 or self._is_closed:
+                raise StopAsyncIteration
+            self._news.clear()
+            await self._news.wait()
+        return self._ready.popleft()
+
+    def feed(self, delta: TokenDelta) -> None:
+        """Add a delta that came from the engine."""
+        self._ready.append(delta)
+        if delta.finish_reason is not None:
+            self._left -= 1
+            if self._left == 0:
+                self._client.forget(self.request_id)
+        self._news.set()
+
+    def fail(self, error: WorkerLost) -> None:
+        """End with an error, after the deltas that are already here."""
+        self._error = error
+        self._news.set()
+
+    def close(self) -> None:
+        """No more is wanted: abort what still runs. Safe to call twice."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if self._left > 0 and self._error is None:
+            self._client.forget(self.request_id)
+            self._client.abort(self.request_id)
+        self._news.set()
+
+
+class Worker(Protocol):
+    """What the handlers need of an engine."""
+
+    @property
+    def failure(self) -> str | None:
+        """Why the engine is lost; None while it is not."""
+
+    def submit(self, request: Submit) -> DeltaStream:
+        """Start a request. Errors: WorkerLost; RequestError when its id is in use."""
+
+    def abort(self, request_id: str) -> None:
+        """End a request, as if it had stopped itself with reason abort; an empty id ends all."""
+
+    async def query(self) -> dict[str, Any]:
+        """The engine's numbers."""
+
+    async def flush(self) -> None:
+        """Forget cached prefixes. Errors: RequestError with the engine's reason when it cannot."""
+
+
+class WorkerClient:
+    """A `Worker` over a socket. Lives in one event loop; `start` before use, `close` at the end."""
+
+    def __init__(self, address: str, *, call_timeout_s: float = 30.0) -> None:
+        """Bind `address` (ipc:// or tcp://127.0.0.1). The engine may connect before or after `start`."""
+        self.info: dict[str, Any] = {}
+        self._failure: str | None = None
+        self._call_timeout_s = call_timeout_s
+        self._context = zmq.asyncio.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.SNDHWM, 0)
+        self._socket.setsockopt(zmq.RCVHWM, 0)
+        self._socket.bind(address)
+        self._engine = b""
+        self._hello = asyncio.Event()
+        self._streams: dict[str, DeltaStream] = {}
+        self._calls: dict[str, asyncio.Future[Ack]] = {}
+        self._call_ids = (f"call-{n}" for n in itertools.count())
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
+        self._reader: asyncio.Task[None] | None = None
+
+    @property
+    def failure(self) -> str | None:
+        return self._failure
+
+    @property
+    def num_streams(self) -> int:
+        """Requests that have not ended."""
+        return len(self._streams)
+
+    def start(self) -> None:
+        """Begin to read. Called inside the event loop."""
+        self._reader = asyncio.create_task(self._read(), name="worker-reader")
+
+    async def ready(self) -> dict[str, Any]:
+        """Wait for the engine's Hello; its info. Errors: WorkerLost if the engine is lost first."""
+        await self._hello.wait()
+        self._check()
+        return self.info
+
+    def submit(self, request: Submit) -> DeltaStream:
+        self._check()
+        if request.request_id in self._streams:
+            raise RequestError(f"a request with id {request.request_id} is running; choose another", param="rid")
+        stream = DeltaStream(request.request_id, request.n, self)
+        self._streams[request.request_id] = stream
+        self._send(request)
+        return stream
+
+    def abort(self, request_id: str) -> None:
+        if self._failure is None:
+            self._send(Abort(request_id))
+
+    async def query(self) -> dict[str, Any]:
+        return (await self._call(Query(next(self._call_ids)))).info
+
+    async def flush(self) -> None:
+        ack = await self._call(Flush(next(self._call_ids)))
+        if ack.error is not None:
+            raise RequestError(f"the cache cannot be flushed now: {ack.error}")
+
+    def shut_down(self, *, is_draining: bool) -> None:
+        """Tell the engine to leave; its end is seen by whoever watches the process."""
+        if self._failure is None and self._engine:
+            self._send(Shutdown(is_draining))
+
+    def lose(self, reason: str) -> None:
+        """The engine is gone. Everybody who waits is told; the first reason stays."""
+        if self._failure is not None:
+            return
+        self._failure = reason
+        log(logger("server"), "engine lost", reason=reason)
+        for stream in [*self._streams.values()]:
+            stream.fail(self._lost())
+        self._streams.clear()
+        for call in self._calls.values():
+            if not call.done():
+                call.set_exception(self._lost())
+        self._hello.set()
+
+    def forget(self, request_id: str) -> None:
+        """Drop a stream; deltas that still come for it are ignored."""
+        self._streams.pop(request_id, None)
+
+    def close(self) -> None:
+        """Stop reading and close the socket."""
+        if self._reader is not None:
+            self._reader.cancel()
+        self._socket.close()
+        self._context.term()
+
+    def _lost(self) -> WorkerLost:
+        return WorkerLost(f"the engine is gone ({self._failure}); the server must be restarted")
+
+    def _check(self) -> None:
+        if self._failure is not None:
+            raise self._lost()
+
+    def _send(self, message: ToEngine) -> None:
+        # With no high-water mark a send is done at once; the future holds an error only if the socket is broken.
+        self._socket.send_multipart([self._engine, self._encoder.encode(message)], copy=True)
+
+    async def _call(self, message: Query | Flush) -> Ack:
+        self._check()
+        answer: asyncio.Future[Ack] = asyncio.get_running_loop().create_future()
+        self._calls[message.call_id] = answer
+        self._send(message)
+        try:
+            return await asyncio.wait_for(answer, self._call_timeout_s)
+        except TimeoutError as error:
+            raise WorkerLost(f"the engine did not answer within {self._call_timeout_s:g} s") from error
+        finally:
+            self._calls.pop(message.call_id, None)
+
+    async def _read(self) -> None:
+        while True:
+            frames = await self._socket.recv_multipart()
+            try:
+                self._handle(frames[0], self._decoder.decode(frames[-1]))
+            except (msgspec.DecodeError, InvariantError) as error:
+                self.lose(f"it sent what this version cannot read: {error}")
+                return
+
+    def _handle(self, sender: bytes, message: FromEngine) -> None:
+        match message:
+            case Deltas(items):
+                for delta in items:
+                    stream = self._streams.get(delta.request_id)
+                    if stream is not None:
+                        stream.feed(delta)
+            case Ack():
+                call = self._calls.get(message.call_id)
+                if call is not None and not call.done():
+                    call.set_result(message)
+            case Hello():
+                if message.version != WIRE_VERSION:
+                    raise InvariantError(f"wire version {message.version}, expected {WIRE_VERSION}")
+                self._engine, self.info = sender, dict(message.info)
+                self._hello.set()
+            case Dying(reason):
+                self.lose(reason)
