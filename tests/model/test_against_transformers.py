@@ -21,12 +21,13 @@ from tests.tiny import tiny_kimi_linear
 transformers = pytest.importorskip("transformers", reason="transformers is in the extra `dev`")
 pytestmark = pytest.mark.slow
 
+# At std 0.1 either implementation is 1e-5 away from float64; at 0.06 it is 3e-6, and a lost state still moves logits by 1.5.
+STD = 0.06
+
 
 def theirs_from(folder: Path) -> Any:
     """The folder as their model, fp32, eager attention."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager"
-    )
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     return model.eval()
 
 
@@ -57,18 +58,18 @@ def check_everywhere(ours: K3Model, theirs: Any) -> None:
 @pytest.mark.parametrize("seed", [0, 1])
 def test_they_read_our_files_and_agree(tmp_path: Path, seed: int) -> None:
     # their inner norms of MLA have eps 1e-6, as the published modeling
-    ours = new_model(tiny_kimi_linear(), std=0.1, decay="slow", seed=seed)
+    ours = new_model(tiny_kimi_linear(), std=STD, decay="slow", seed=seed)
     save_model(ours, tmp_path)
     check_everywhere(load_model(tmp_path, dtype=torch.float32), theirs_from(tmp_path))
 
 
 def test_we_read_their_files_and_agree(tmp_path: Path) -> None:
     config = tiny_kimi_linear()
-    save_model(new_model(config, std=0.1, decay="slow", seed=5), tmp_path / "seed")
+    save_model(new_model(config, std=STD, decay="slow", seed=5), tmp_path / "seed")
     theirs = theirs_from(tmp_path / "seed")
     with torch.no_grad():
         for parameter in theirs.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.02)
+            parameter.add_(torch.randn_like(parameter) * 0.01)
     theirs.save_pretrained(tmp_path / "theirs")
     weights = {}
     for name, tensor in load_file(tmp_path / "theirs" / "model.safetensors").items():
