@@ -1,0 +1,51 @@
+"""The chunk form through `flash-linear-attention`, forward and backward, for bf16 on a GPU where it is installed.
+
+In and out: as `chunk.chunked`. Its chunks start at the span's first token instead of the absolute grid: equal up to
+rounding, so a result may move in the last bits with the cut. Computes in bf16 with an fp32 state; other dtypes go to
+the reference.
+Source: fla ops/kda (MIT), called, not copied; measured figures in spec/kernels.md A.5, F.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from baltoro.kernels.kda import chunk as plain
+from baltoro.kernels.spans import Spans
+
+
+def chunked(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    spans: Spans,
+    state: Tensor | None,
+    scale: float,
+    chunk: int = 64,
+    is_bounded: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Arguments and results as `chunk.chunked`; `v` in bf16 selects this path. `is_bounded` promises g >= -5."""
+    if v.dtype != torch.bfloat16:
+        return plain.chunked(
+            q, k, v, g, beta, spans=spans, state=state, scale=scale, chunk=chunk, is_bounded=is_bounded
+        )
+    from fla.ops.kda import chunk_kda  # an extra of the GPU machine; the row needs it
+
+    out, final = chunk_kda(
+        q=q.to(v.dtype).unsqueeze(0),
+        k=k.to(v.dtype).unsqueeze(0),
+        v=v.unsqueeze(0),
+        g=g.float().unsqueeze(0),
+        beta=beta.float().unsqueeze(0),
+        scale=scale,
+        initial_state=state,
+        output_final_state=True,
+        safe_gate=is_bounded,
+        state_v_first=True,
+        cu_seqlens=spans.offsets_device.long(),
+    )
+    return out.squeeze(0), final
