@@ -1,0 +1,205 @@
+"""Model files <-> parameters, one tensor at a time.
+
+In: a model folder (config.json and safetensors under the published names). Out: a K3Model, or the folder again.
+Invariants: beside the model at most one tensor is in memory; a tensor that already has its parameter's dtype is read
+straight into it. Whatever the dtype, A_log, dt_bias, convolutions, KDA's output norm and the selection bias stay fp32
+(fp64 in a float64 model). Whether experts are MXFP4 is decided by the names in the files; packed bytes are never
+interpreted. Nothing is written before every name, shape and dtype has been checked.
+Source: spec/k3.md section 2.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from io import FileIO
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from baltoro.errors import ShapeError, WeightsError
+from baltoro.model.config import K3Config
+from baltoro.model.decoder import K3Model
+from baltoro.model.names import CONFIG_DTYPES, TensorSpec, param_specs, tensor_specs
+from baltoro.model.tensor_file import FILE_DTYPES, Entry, Stored, write_text
+from baltoro.model.weight_files import DEFAULT_MAX_FILE_BYTES, WeightFiles, WeightsWriter, listed
+
+TORCH_DTYPES = {
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "U8": torch.uint8,
+}
+
+
+def load_model(folder: str | Path, *, dtype: torch.dtype | None = None, device: str | torch.device = "cpu") -> K3Model:
+    """The model of a folder. `dtype` of activations and weights: the config's, unless given.
+
+    Errors: ConfigError or WeightsError, before anything large is allocated, if the files do not fit the config.
+    """
+    config = K3Config.load(folder)
+    files = WeightFiles.open(folder)
+    if dtype is not None:
+        config = config.with_(dtype=dtype_word(dtype))
+    config = config.with_(are_experts_packed=files.is_packed)
+    pairs = files.match(config)
+    model = K3Model(config, torch_dtype(config.dtype), device)
+    _fill_all(model.state_dict(), config, pairs)
+    return model
+
+
+def load_into(params: Mapping[str, Tensor], folder: str | Path, *, config: K3Config | None = None) -> None:
+    """Fill the parameters of a model that exists, by the keys of its state_dict.
+
+    Errors: WeightsError if the files do not fit the config (default: the folder's) or the experts are not kept the
+    same way, ShapeError if `params` are not those of the config.
+    """
+    config = config or K3Config.load(folder)
+    files = WeightFiles.open(folder)
+    is_packed = any(name.endswith("experts.w1_packed") for name in params)
+    if config.num_experts and files.is_packed != is_packed:
+        kinds = {True: "MXFP4", False: "unquantised"}
+        raise WeightsError(
+            f"experts are {kinds[files.is_packed]} in {folder} and {kinds[is_packed]} in the model; "
+            f"`baltoro convert` has --quantise and --dequantise"
+        )
+    config = config.with_(are_experts_packed=files.is_packed)
+    _fill_all(params, config, files.match(config))
+
+
+def save_model(
+    model: K3Model,
+    folder: str | Path,
+    *,
+    max_shard_bytes: int = DEFAULT_MAX_FILE_BYTES,
+    metadata: Mapping[str, str] | None = None,
+) -> None:
+    """Write config.json and the weights; other files of the folder stay, old weights are replaced.
+
+    Tensors are written in the dtypes that names.py gives for the model's dtype. Several files are cut at
+    `max_shard_bytes`. Errors: ShapeError if the model's parameters are not those of its config.
+    """
+    config = model.config.with_(dtype=dtype_word(model.dtype))
+    save_params(model.state_dict(), config, folder, max_shard_bytes=max_shard_bytes, metadata=metadata)
+
+
+def save_params(
+    params: Mapping[str, Tensor],
+    config: K3Config,
+    folder: str | Path,
+    *,
+    max_shard_bytes: int = DEFAULT_MAX_FILE_BYTES,
+    metadata: Mapping[str, str] | None = None,
+) -> None:
+    """`save_model` for parameters by the keys of a state_dict."""
+    check_params(params, config)
+    folder = Path(folder)
+    specs = {spec.name: spec for spec in tensor_specs(config)}
+    announced = (Stored(spec.name, FILE_DTYPES[spec.dtype], spec.shape) for spec in specs.values())
+    with WeightsWriter(folder, announced, max_file_bytes=max_shard_bytes, metadata=metadata) as writer:
+        for stored in writer.order:
+            writer.write(stored.name, buffer_of(_file_value(params, specs[stored.name])))
+        # before the files get their names: if this fails, the old weights are still there
+        write_text(folder / "config.json", json.dumps(config.to_json(), indent=2, ensure_ascii=False) + "\n")
+
+
+def check_params(params: Mapping[str, Tensor], config: K3Config) -> None:
+    """Errors: ShapeError that names parameters which are not those of `config`."""
+    specs = {spec.param: spec.shape for spec in param_specs(config)}
+    wrong = [
+        f"{name} {list(params[name].shape)} instead of {list(shape)}"
+        for name, shape in specs.items()
+        if name in params and tuple(params[name].shape) != shape
+    ]
+    kinds = {
+        "missing": [name for name in specs if name not in params],
+        "unexpected": [name for name in params if name not in specs],
+        "misshapen": wrong,
+    }
+    found = [f"{len(names)} {kind}: {listed(names)}" for kind, names in kinds.items() if names]
+    if found:
+        raise ShapeError(f"parameters are not those of the config; {'; '.join(found)}")
+
+
+def read_tensor(entry: Entry, file: FileIO) -> Tensor:
+    """One tensor as the file has it, in memory of its own. `file` is entry.path, open."""
+    buffer = np.empty(entry.num_bytes, dtype=np.uint8)
+    _read(entry, file, buffer.data)
+    return torch.from_numpy(buffer).view(TORCH_DTYPES[entry.dtype]).view(entry.shape)
+
+
+def buffer_of(tensor: Tensor) -> memoryview:
+    """The bytes of a tensor; no copy if it is contiguous and on the CPU."""
+    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
+
+
+def torch_dtype(word: str) -> torch.dtype:
+    """bfloat16 -> torch.bfloat16."""
+    if word not in CONFIG_DTYPES:
+        raise WeightsError(f"dtype {word!r} is not one of {', '.join(CONFIG_DTYPES)}")
+    dtype: torch.dtype = getattr(torch, word)
+    return dtype
+
+
+def dtype_word(dtype: torch.dtype) -> str:
+    """torch.bfloat16 -> bfloat16."""
+    word = str(dtype).removeprefix("torch.")
+    torch_dtype(word)
+    return word
+
+
+def _fill_all(params: Mapping[str, Tensor], config: K3Config, pairs: list[tuple[TensorSpec, Entry]]) -> None:
+    """Copy files into parameters, in the order in which they lie."""
+    check_params(params, config)
+    with torch.no_grad():
+        for spec, entry, file in _opened(pairs):
+            place = params[spec.param].detach()
+            _fill(place if spec.index is None else place[spec.index], spec, entry, file)
+
+
+def _opened(pairs: list[tuple[TensorSpec, Entry]]) -> Iterator[tuple[TensorSpec, Entry, FileIO]]:
+    """Each pair with its file; one file is open at a time."""
+    at = 0
+    while at < len(pairs):
+        path = pairs[at][1].path
+        with path.open("rb", buffering=0) as file:
+            while at < len(pairs) and pairs[at][1].path == path:
+                yield *pairs[at], file
+                at += 1
+
+
+def _fill(place: Tensor, spec: TensorSpec, entry: Entry, file: FileIO) -> None:
+    is_same = place.dtype == TORCH_DTYPES[entry.dtype] and tuple(place.shape) == entry.shape
+    if is_same and place.device.type == "cpu" and place.is_contiguous():
+        _read(entry, file, buffer_of(place))
+        return
+    value = read_tensor(entry, file)
+    if spec.is_padded:  # what lies behind the heads is padding
+        value = value.view(-1)[: place.shape[0]]
+    place.copy_(value)
+
+
+def _read(entry: Entry, file: FileIO, buffer: memoryview) -> None:
+    file.seek(entry.begin)
+    done = 0
+    while done < entry.num_bytes:
+        count = file.readinto(buffer[done:])
+        if not count:
+            raise WeightsError(f"{entry.path} ends inside {entry.name}; fetch it again")
+        done += count
+
+
+def _file_value(params: Mapping[str, Tensor], spec: TensorSpec) -> Tensor:
+    """What a file holds for `spec`: cut, padded and converted."""
+    value = params[spec.param].detach()
+    if spec.index is not None:
+        value = value[spec.index]
+    dtype = TORCH_DTYPES[FILE_DTYPES[spec.dtype]]
+    if not spec.is_padded:
+        return value.to(dtype)
+    padded = torch.zeros(spec.shape, dtype=dtype)
+    padded.view(-1)[: value.numel()] = value
+    return padded
