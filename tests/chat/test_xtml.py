@@ -45,10 +45,12 @@ def test_one_question_is_rendered_segment_by_segment() -> None:
 def test_segments_are_tokenised_one_by_one() -> None:
     ids = render(user("Hi"), tokenizer=TOK).ids
     assert TOK.decode(ids) == '<|open|>message role="user"<|sep|>Hi<|close|>message<|sep|><|end_of_msg|>' + STUB
-    pieces = ["message", " role", '="', "user", '"']
-    expected = [i for piece in pieces for i in TOK.encode(piece)]
-    assert ids[1 : 1 + len(expected) + 1] == [*expected, TOK.special("<|sep|>")]
-    assert TOK.encode("".join(pieces)) != expected  # '="u' and 'r">' would be cut elsewhere in one piece
+    greedy = Tokenizer.of_bytes([b'"&', b'="', b'="&'])
+    ids = render([{"role": "user", "name": "&", "content": ""}], tokenizer=greedy).ids
+    pieces = ["message", " role", '="', "user", '"', " name", '="', "&amp;", '"']
+    expected = [i for piece in pieces for i in greedy.encode(piece)]
+    assert ids[1 : 1 + len(expected) + 1] == [*expected, greedy.special("<|sep|>")]
+    assert greedy.encode("".join(pieces)) != expected  # in one piece, '="&' would be one id
 
 
 def test_thinking_off_opens_the_response_and_drops_think_from_history() -> None:
