@@ -21,7 +21,9 @@ class TokenDelta(msgspec.Struct, frozen=True, kw_only=True):
     """The tokens that one step added to one request (or why it ended).
 
     `index` tells the n completions of one request apart. `num_trimmed` is how many tokens at the end of everything
-    sent so far belong to a stop string and are to be dropped from the text.
+    sent so far belong to a stop (id or string) and are to be dropped from text, ids and logprobs alike.
+    Prompt logprobs come once, with the first token of index 0; their first entry is None. `error_status` is the HTTP
+    status of the error's class.
     """
 
     request_id: str
@@ -30,6 +32,7 @@ class TokenDelta(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: tuple[float, ...] | None = None
     top_logprobs: tuple[tuple[TopLogprob, ...], ...] | None = None
     prompt_logprobs: tuple[float | None, ...] | None = None
+    prompt_top_logprobs: tuple[tuple[TopLogprob, ...] | None, ...] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     num_trimmed: int = 0
@@ -37,6 +40,7 @@ class TokenDelta(msgspec.Struct, frozen=True, kw_only=True):
     num_cached_tokens: int = 0
     policy_version: int = 0
     error: str | None = None
+    error_status: int | None = None
 
 
 class Completion(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,6 +54,7 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: tuple[float, ...] | None = None
     top_logprobs: tuple[tuple[TopLogprob, ...], ...] | None = None
     prompt_logprobs: tuple[float | None, ...] | None = None
+    prompt_top_logprobs: tuple[tuple[TopLogprob, ...] | None, ...] | None = None
     num_cached_tokens: int = 0
     policy_version: int = 0
     reasoning: str | None = None

@@ -1,0 +1,183 @@
+"""Engine: requests in, token deltas out. Speaks ids only; the caller drives it by calling `step`.
+
+In: Submits. Out: TokenDeltas. What stops a request by text and what a grammar allows are objects made elsewhere
+(`chat`) and handed in through factories, one object per completion.
+Invariants: an error of one request never stops the others; an InvariantError stops the engine.
+Not thread-safe: one thread owns an engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from pathlib import Path
+
+import msgspec
+import torch
+
+from baltoro.cache.pages import PageBook
+from baltoro.cache.pool import ArenaShape, Pool
+from baltoro.cache.slots import SlotBook
+from baltoro.engine import loop
+from baltoro.engine.config import EngineConfig
+from baltoro.engine.media import media_runs
+from baltoro.engine.memory import Memory
+from baltoro.engine.planner import arena_layout, free_bytes, plan_memory, resolve_dtype
+from baltoro.engine.request import Request
+from baltoro.engine.runner import Model, Runner
+from baltoro.engine.sampler import fork_seed, uniform
+from baltoro.engine.scheduler import Scheduler
+from baltoro.errors import ContextLengthError, RequestError
+from baltoro.protocol.completion import TokenDelta
+from baltoro.protocol.sampling import SamplingParams, StopRule, TokenMask
+from baltoro.protocol.worker import Submit
+
+StopRules = Callable[[SamplingParams], StopRule | None]
+Masks = Callable[[Submit], TokenMask | None]
+
+MAX_COMPLETIONS = 128
+"""Of one request: `n`."""
+
+
+class Engine:
+    """One model, one arena, one step loop."""
+
+    def __init__(
+        self,
+        model: Model,
+        config: EngineConfig,
+        *,
+        dtype: torch.dtype | None = None,
+        eos_ids: Collection[int] | None = None,
+        stop_rules: StopRules | None = None,
+        masks: Masks | None = None,
+    ) -> None:
+        """`dtype`: of the activations, default as the config resolves it. `eos_ids`: default the model config's."""
+        self.config = config
+        self.model_config = model.config
+        dtype = dtype or resolve_dtype(config)
+        self.plan = plan_memory(config, model.config, dtype, free_bytes(config.device))
+        layout = arena_layout(model.config, dtype, config.page_size)
+        shape = ArenaShape(layout, self.plan.num_slots, self.plan.num_pages)
+        self.pool = Pool(shape, config.device)
+        if config.is_poisoned:
+            self.pool.poison()
+        pages, slots = PageBook(shape.first_page, shape.num_pages), SlotBook(shape.num_slots)
+        memory = Memory(pages, slots, config.page_size, is_poisoned=config.is_poisoned)
+        self.scheduler = Scheduler(config, memory, max_running=self.plan.max_running)
+        self.runner = Runner(model, self.pool, config.device)
+        self._eos_ids = frozenset(eos_ids if eos_ids is not None else (model.config.eos_token_id,))
+        self._stop_rules, self._masks = stop_rules, masks
+        self._arrivals = 0
+
+    # ---- requests ------------------------------------------------------------------------------------------------
+    def add(self, submit: Submit) -> None:
+        """Queue a request. Errors: RequestError, ContextLengthError (the caller's fault), QueueFull (later)."""
+        self._check(submit)
+        runs = media_runs(submit.token_ids, submit.media, self.model_config)
+        self._arrivals += 1
+        params = submit.params
+        seed = params.seed
+        if seed is None:
+            seed = int(uniform(self.config.seed, self._arrivals) * 2**53)
+        stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos_ids)
+        max_tokens = min(params.max_tokens, self.plan.max_context - len(submit.token_ids))
+        requests = [
+            Request(
+                request_id=submit.request_id,
+                index=index,
+                arrival=self._arrivals,
+                priority=submit.priority,
+                # the first completion tells the prompt's logprobs for all
+                params=params if index == 0 else msgspec.structs.replace(params, prompt_logprobs=None),
+                seed=fork_seed(seed, index),
+                tokens=list(submit.token_ids),
+                num_prompt=len(submit.token_ids),
+                max_tokens=max_tokens,
+                stop_ids=stop_ids,
+                stop_rule=self._stop_rules(params) if self._stop_rules is not None else None,
+                mask=self._masks(submit) if self._masks is not None else None,
+                media=runs,
+            )
+            for index in range(submit.n)
+        ]
+        self.scheduler.submit(requests)
+
+    def abort(self, request_id: str = "") -> None:
+        """End a request wherever it is; an empty id ends all. Its last delta comes with the next step."""
+        for one in (request_id,) if request_id else self.scheduler.alive_ids():
+            self.scheduler.abort(one)
+
+    def _check(self, submit: Submit) -> None:
+        vocab, ids, params = self.model_config.vocab_size, submit.token_ids, submit.params
+        if not ids:
+            raise RequestError("the prompt is empty: it needs at least one token", param="prompt")
+        if min(ids) < 0 or max(ids) >= vocab:
+            raise RequestError(f"the prompt has an id outside 0..{vocab - 1}", param="prompt")
+        if not 1 <= submit.n <= MAX_COMPLETIONS:
+            raise RequestError(f"n must lie between 1 and {MAX_COMPLETIONS}", param="n")
+        if any(not 0 <= token < vocab for token in params.logit_bias):
+            raise RequestError(f"logit_bias names an id outside 0..{vocab - 1}", param="logit_bias")
+        if any(not 0 <= token < vocab for token in params.stop_token_ids):
+            raise RequestError(f"stop_token_ids has an id outside 0..{vocab - 1}", param="stop_token_ids")
+        if submit.adapter is not None:
+            raise RequestError(f"adapter {submit.adapter!r} is not loaded", param="model")
+        if self.scheduler.is_alive(submit.request_id):
+            raise RequestError(f"request id {submit.request_id!r} is in use", param="request_id")
+        if len(ids) >= self.plan.max_context:
+            raise ContextLengthError(
+                f"the prompt has {len(ids)} tokens; prompt and answer may have {self.plan.max_context} together",
+                param="messages",
+                code="context_length_exceeded",
+            )
+
+    # ---- work ----------------------------------------------------------------------------------------------------
+    @property
+    def has_work(self) -> bool:
+        """Whether `step` has anything to do or to tell."""
+        return self.scheduler.has_work
+
+    def step(self) -> list[TokenDelta]:
+        """Advance by one step. Errors: InvariantError."""
+        return loop.step(self.scheduler, self.runner)
+
+    def flush(self) -> None:
+        """Forget cached prefixes. There are none yet: memory is given back with its request."""
+
+    def audit(self) -> None:
+        """Add everything up. Errors: LeakError."""
+        self.scheduler.audit()
+
+    def stats(self) -> dict[str, object]:
+        """Numbers of now and totals since the start."""
+        memory, counts = self.scheduler.memory, self.scheduler.counts
+        return {
+            "num_running": len(self.scheduler.running),
+            "num_waiting": len(self.scheduler.waiting),
+            "pages_used": memory.pages.num_used,
+            "pages_total": memory.pages.count,
+            "slots_used": memory.slots.num_used,
+            "slots_total": memory.slots.count,
+            "num_steps": counts.steps,
+            "num_prompt_tokens": counts.prompt_tokens,
+            "num_output_tokens": counts.output_tokens,
+            "num_retractions": counts.retractions,
+            "num_finished": counts.finished,
+            "num_aborted": counts.aborted,
+            "policy_version": self.scheduler.policy_version,
+        }
+
+
+def load_engine(
+    model_dir: str | Path,
+    config: EngineConfig,
+    *,
+    eos_ids: Collection[int] | None = None,
+    stop_rules: StopRules | None = None,
+    masks: Masks | None = None,
+) -> Engine:
+    """An engine on the model of a folder. Errors: ConfigError, WeightsError."""
+    from baltoro.model.weights import load_model
+
+    dtype = resolve_dtype(config)
+    model = load_model(model_dir, dtype=dtype, device=config.device)
+    return Engine(model, config, dtype=dtype, eos_ids=eos_ids, stop_rules=stop_rules, masks=masks)

@@ -1,0 +1,123 @@
+"""MemoryPlan: every "auto" of the engine resolved once, from the model's shape and the machine's memory.
+
+In: EngineConfig, K3Config, the dtype of the weights, bytes that are free. Out: a frozen MemoryPlan, shown at start.
+Invariant: one request of max_context tokens always fits alone, so a request that was admitted can always finish.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from baltoro.cache.pages import pages_for
+from baltoro.cache.pool import ArenaLayout, ArenaShape, Part
+from baltoro.engine.config import EngineConfig
+from baltoro.errors import ConfigError
+from baltoro.kernels.precision import acc_dtype
+from baltoro.model.config import K3Config
+
+# Share of the machine that the arena may take when nothing is said: a CPU is shared with everything else there, a GPU
+# was given to us (what is free there already excludes the weights).
+CPU_SHARE, GPU_SHARE = 0.25, 0.85
+# Tokens that a typical request holds: splits memory between slots and pages when both are "auto".
+TYPICAL_TOKENS = 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryPlan:
+    """What was decided. `num_pages` and `num_slots` are those that can be handed out; the sinks come on top."""
+
+    page_size: int
+    num_pages: int
+    num_slots: int
+    max_running: int
+    max_context: int
+    slot_bytes: int
+    page_bytes: int
+    arena_bytes: int
+
+    def describe(self) -> dict[str, int]:
+        """For logs, `/server_info` and `baltoro explain`."""
+        return asdict(self) | {"kv_tokens": self.num_pages * self.page_size}
+
+
+def arena_layout(model: K3Config, dtype: torch.dtype, page_size: int) -> ArenaLayout:
+    """Slot: recurrent states [L, H, V, K] and conv history [L, W-1, 3HK] of all KDA layers. Row: [L, R+Dr] of all MLA
+    layers."""
+    num_kda, num_mla = len(model.kda_layers), len(model.mla_layers)
+    heads, dim = model.kda_num_heads, model.kda_head_dim
+    recurrent = Part((num_kda, heads, dim, dim), acc_dtype(dtype))
+    conv = Part((num_kda, model.conv_size - 1, 3 * model.kda_width), dtype)
+    row = Part((num_mla, model.kv_row_width), dtype)
+    return ArenaLayout((recurrent, conv) if num_kda else (), row if num_mla else None, page_size)
+
+
+def plan_memory(config: EngineConfig, model: K3Config, dtype: torch.dtype, free_bytes: int) -> MemoryPlan:
+    """Resolve pages, slots, running requests and context. Errors: ConfigError when one request cannot fit."""
+    layout = arena_layout(model, dtype, config.page_size)
+    wanted_context = model.max_position_embeddings
+    if config.max_context != "auto":
+        wanted_context = config.max_context
+    share = CPU_SHARE if config.device == "cpu" else GPU_SHARE
+    memory = int(free_bytes * share) if config.memory_bytes == "auto" else config.memory_bytes
+    num_slots = _slots(config, layout, memory, wanted_context)
+    num_pages = _pages(config, layout, memory - (num_slots + 1) * layout.slot_bytes, num_slots, wanted_context)
+    room = num_pages * config.page_size
+    if config.max_context != "auto" and room < config.max_context:
+        raise ConfigError(
+            f"max_context {config.max_context} does not fit into {num_pages} pages of {config.page_size} tokens: "
+            "raise memory_bytes or num_pages, or lower max_context"
+        )
+    if min(wanted_context, room) < 2:
+        raise ConfigError(f"{memory} bytes hold no request of two tokens: raise memory_bytes")
+    return MemoryPlan(
+        page_size=config.page_size,
+        num_pages=num_pages,
+        num_slots=num_slots,
+        max_running=min(config.max_running, num_slots),
+        max_context=min(wanted_context, room),
+        slot_bytes=layout.slot_bytes,
+        page_bytes=layout.page_bytes,
+        arena_bytes=ArenaShape(layout, num_slots, num_pages).total_bytes,
+    )
+
+
+def _slots(config: EngineConfig, layout: ArenaLayout, memory: int, context: int) -> int:
+    if config.num_slots != "auto":
+        return config.num_slots
+    typical = pages_for(min(context, TYPICAL_TOKENS), config.page_size) * layout.page_bytes
+    per_request = layout.slot_bytes + typical
+    if not per_request:
+        return config.max_running
+    fits = (memory - layout.slot_bytes - layout.page_bytes) // per_request  # the sinks first
+    return max(1, min(config.max_running, fits))
+
+
+def _pages(config: EngineConfig, layout: ArenaLayout, memory: int, num_slots: int, context: int) -> int:
+    """Pages that `memory` holds beside the slots; not more than the running requests can fill."""
+    if config.num_pages != "auto":
+        return config.num_pages
+    useful = min(num_slots, config.max_running) * pages_for(context, config.page_size)
+    if not layout.page_bytes:
+        return useful
+    return max(1, min(useful, memory // layout.page_bytes - 2))  # the sink, and the page that the border cuts
+
+
+def resolve_dtype(config: EngineConfig) -> torch.dtype:
+    """The activation dtype; auto is FP32 on a CPU (BF16 products are slow or emulated there), BF16 elsewhere."""
+    if config.dtype == "auto":
+        return torch.float32 if config.device == "cpu" else torch.bfloat16
+    return {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}[config.dtype]
+
+
+def free_bytes(device: str) -> int:
+    """Memory an engine may think of: of a GPU what is free now, of a CPU what the machine (or its cgroup) has."""
+    if device != "cpu":
+        return int(torch.cuda.mem_get_info(torch.device(device))[0])
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = Path("/sys/fs/cgroup/memory.max")
+    text = limit.read_text().strip() if limit.is_file() else "max"
+    return min(total, int(text)) if text.isdigit() else total

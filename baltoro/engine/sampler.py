@@ -1,0 +1,131 @@
+"""logits -> ids and logprobs. Batched over rows; what a row draws depends on its own logits and Draw only.
+
+Order: grammar mask, ends that may not come yet, logit bias, penalties, temperature, top-k, top-p, min-p, draw.
+Randomness is a number made from (seed, position): no generator, no state, so the stream of a request is the same
+whatever the batch, the spans or a retraction. Greedy (temperature 0 or top_k 1) takes the lowest id of equals.
+Logprobs are raw: of the model's own distribution, before all of the above.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from baltoro.engine.batch import Draw, Found, Scored
+from baltoro.kernels.sample import reference as kernel
+from baltoro.protocol.completion import TopLogprob
+
+_MASK = (1 << 64) - 1
+
+
+def sample(logits: Tensor, draws: Sequence[Draw]) -> list[Found]:
+    """One Found per row of logits [M, X] (accumulate dtype). `logits` may be overwritten where nobody needs the raw."""
+    if not draws:
+        return []
+    raw = logits
+    if any(draw.is_edited for draw in draws):
+        logits = logits.clone()
+        for row, draw in zip(logits, draws, strict=True):
+            if draw.is_edited:
+                _edit(row, draw)
+    best, ids = logits.max(dim=-1)
+    at = [n for n, draw in enumerate(draws) if not is_greedy(draw)]
+    if at:
+        rows = torch.tensor(at, device=logits.device)
+        ids[rows] = _draw(logits[rows], [draws[n] for n in at])
+    tokens, is_valid = ids.tolist(), torch.isfinite(best).tolist()
+    if all(draw.params.logprobs is None for draw in draws):
+        return [Found(token, good) for token, good in zip(tokens, is_valid, strict=True)]
+    logprobs, tops = _score(raw, ids, [draw.params.logprobs or 0 for draw in draws])
+    return [
+        Found(token, good)
+        if draw.params.logprobs is None
+        else Found(token, good, logprob, top if draw.params.logprobs else None)
+        for token, good, logprob, top, draw in zip(tokens, is_valid, logprobs, tops, draws, strict=True)
+    ]
+
+
+def score(logits: Tensor, targets: Sequence[int], num_top: int) -> Scored:
+    """Logprobs of `targets` under logits [M, X], one a row, with the `num_top` best of each row."""
+    ids = torch.tensor(targets, device=logits.device)
+    return Scored(*_score(logits, ids, [num_top] * len(targets)))
+
+
+def is_greedy(draw: Draw) -> bool:
+    return draw.params.temperature == 0.0 or draw.params.top_k == 1
+
+
+def uniform(seed: int, position: int) -> float:
+    """A number in [0, 1) with 53 random bits, defined by (seed, position): two rounds of SplitMix64."""
+    mixed = _mix(_mix(seed & _MASK) ^ position)
+    return float(mixed >> 11) * 2.0**-53
+
+
+def fork_seed(seed: int, index: int) -> int:
+    """The seed of the index-th completion of a request; the first keeps the request's own."""
+    return seed if index == 0 else _mix(_mix(seed & _MASK) + index) >> 1
+
+
+def _mix(value: int) -> int:
+    value = (value + 0x9E3779B97F4A7C15) & _MASK
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
+    return value ^ (value >> 31)
+
+
+def _draw(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
+    """Ids of rows that are not greedy."""
+    device, dtype = logits.device, logits.dtype
+
+    def column(values: list[float]) -> Tensor:
+        return torch.tensor(values, dtype=dtype, device=device)
+
+    scaled = logits / column([draw.params.temperature for draw in draws]).unsqueeze(1)
+    top_k = torch.tensor([max(draw.params.top_k, 0) for draw in draws], device=device)
+    top_p = column([draw.params.top_p for draw in draws])
+    lowest = kernel.floor(scaled, top_k, top_p, column([draw.params.min_p for draw in draws]))
+    numbers = [uniform(draw.seed, draw.position) for draw in draws]
+    return kernel.draw(scaled, lowest, torch.tensor(numbers, dtype=torch.float64, device=device))
+
+
+def _edit(row: Tensor, draw: Draw) -> None:
+    """Mask, bans, bias and penalties on one row [X], in place."""
+    params, device = draw.params, row.device
+    if draw.allowed:
+        bits = np.unpackbits(np.frombuffer(draw.allowed, dtype=np.uint8), bitorder="little")[: row.shape[0]]
+        allowed = torch.zeros(row.shape[0], dtype=torch.bool)
+        allowed[: len(bits)] = torch.from_numpy(bits.astype(bool))
+        row.masked_fill_(~allowed.to(device), -torch.inf)
+    if draw.banned:
+        row[torch.tensor(draw.banned, device=device)] = -torch.inf
+    if params.logit_bias:
+        ids = torch.tensor(list(params.logit_bias), device=device)
+        row[ids] += torch.tensor(list(params.logit_bias.values()), dtype=row.dtype, device=device)
+    if draw.counts is not None:
+        kernel.penalise(
+            row,
+            torch.tensor(sorted({*draw.prompt, *draw.counts}), dtype=torch.int64, device=device),
+            torch.tensor(list(draw.counts), dtype=torch.int64, device=device),
+            torch.tensor(list(draw.counts.values()), dtype=row.dtype, device=device),
+            repetition=params.repetition_penalty,
+            frequency=params.frequency_penalty,
+            presence=params.presence_penalty,
+        )
+
+
+def _score(logits: Tensor, ids: Tensor, num_top: Sequence[int]) -> tuple[list[float], list[tuple[TopLogprob, ...]]]:
+    """Logprob of ids[M], and the num_top[m] best of each row, best first, the lower id of equals first."""
+    chosen, total = kernel.log_probs(logits, ids)
+    width = min(max(num_top), logits.shape[1])
+    if not width:
+        return chosen.tolist(), [()] * len(num_top)
+    values, places = logits.topk(width, dim=-1)
+    rows = zip((values - total.unsqueeze(1)).tolist(), places.tolist(), num_top, strict=True)
+    tops = []
+    for logprobs, tokens, count in rows:
+        order = sorted(zip(logprobs, tokens, strict=True), key=lambda pair: (-pair[0], pair[1]))
+        tops.append(tuple(TopLogprob(token, logprob) for logprob, token in order[:count]))
+    return chosen.tolist(), tops

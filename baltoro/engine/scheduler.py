@@ -1,0 +1,254 @@
+"""plan() and commit(): who gets memory and tokens in a step, and what the step changed. Writes books, moves no bytes.
+
+plan:   decodes first (a page where one is due; the lowest in rank is retracted when there is none), then the rest of
+        prompts that are under way, then new admissions, until the token budget is spent.
+commit: the only place where requests change because of what a step found; TokenDeltas are born here.
+
+Invariants
+- rank (priority, age) decides everything: the first in rank is never retracted for another, so it always advances;
+- nothing is admitted in a step that had to retract;
+- memory of a request in a plan in flight is given back at commit, never before.
+Source: spec/serving.md B.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from baltoro.engine.batch import Found, Plan, PlanBuilder, Result, Span
+from baltoro.engine.config import EngineConfig
+from baltoro.engine.deltas import make_delta
+from baltoro.engine.memory import Memory
+from baltoro.engine.queue import Headroom, WaitingLine, insert_by_rank, remove_by_rank
+from baltoro.engine.request import Ending, Request, State
+from baltoro.errors import InvariantError
+from baltoro.protocol.completion import TokenDelta
+
+ABORTED = Ending("abort")
+NO_NUMBER = Ending("error", error="the model gave no finite logit for this request", error_status=500)
+NO_TOKEN_ALLOWED = Ending("error", error="the grammar allows no token here", error_status=500)
+
+
+@dataclass(slots=True)
+class Counts:
+    """Totals since the start, for stats."""
+
+    steps: int = 0
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    retractions: int = 0
+    finished: int = 0
+    aborted: int = 0
+
+
+class Scheduler:
+    """Single writer of requests, pages and slots."""
+
+    def __init__(self, config: EngineConfig, memory: Memory, *, max_running: int) -> None:
+        self.config = config
+        self.memory = memory
+        self.max_running = max_running
+        self.waiting = WaitingLine(config.max_waiting)
+        self.running: list[Request] = []  # by rank
+        self.counts = Counts()
+        self.policy_version = 0
+        self._alive: dict[str, list[Request]] = {}
+        self._headroom = Headroom()
+        self._deltas: list[TokenDelta] = []
+
+    @property
+    def has_work(self) -> bool:
+        """Whether anything waits, runs or is to be told."""
+        return bool(self._alive or self._deltas)
+
+    def is_alive(self, request_id: str) -> bool:
+        return request_id in self._alive
+
+    def alive_ids(self) -> tuple[str, ...]:
+        return tuple(self._alive)
+
+    # ---- requests come and go ------------------------------------------------------------------------------------
+    def submit(self, requests: Sequence[Request]) -> None:
+        """The n completions of one Submit; siblings follow the first one's prompt. Errors: QueueFull."""
+        self.waiting.check(len(requests))
+        first, *rest = requests
+        self._alive[first.request_id] = list(requests)
+        self.waiting.push(first)
+        if first.num_prompt > 1:
+            first.forks = rest
+        else:
+            for request in rest:
+                self.waiting.push(request)
+
+    def abort(self, request_id: str) -> None:
+        """End all completions of a request wherever they are; unknown ids are no error (it may just have ended)."""
+        for request in list(self._alive.get(request_id, ())):
+            if request.is_in_flight:
+                request.wish = ABORTED
+            else:
+                self._finish(request, ABORTED)
+
+    def take_deltas(self) -> list[TokenDelta]:
+        """What there is to tell since the last call."""
+        deltas, self._deltas = self._deltas, []
+        return deltas
+
+    def audit(self) -> None:
+        """Errors: LeakError when pages, slots and requests do not add up."""
+        self.memory.audit(request for group in self._alive.values() for request in group)
+
+    # ---- plan ----------------------------------------------------------------------------------------------------
+    def plan(self) -> Plan | None:
+        """The next step, with its memory reserved; None when nothing waits or runs."""
+        if any(request.is_in_flight for request in self.running):
+            raise InvariantError("plan() while a plan is in flight")
+        self.counts.steps += 1
+        self._retract_for_debugging()
+        before = self.counts.retractions
+        self._start_forks()
+        builder = PlanBuilder(self.config.max_batch_tokens, self.config.max_logit_rows)
+        self._plan_decodes(builder)
+        self._plan_prefills(builder)
+        if self.counts.retractions == before:
+            self._headroom.on_step()
+            self._admit(builder)
+        if not builder:
+            if self.running or self.waiting.head() is not None:
+                raise InvariantError("requests wait but none can advance")
+            return None
+        return builder.build(self.memory.collect_moves())
+
+    def _start_forks(self) -> None:
+        """Requests whose shared prompt stands but for its last token: give each sibling a copy to go on from."""
+        for parent in [r for r in self.running if r.forks and r.num_remaining == 1]:
+            children, parent.forks = parent.forks, []
+            for child in children:
+                reserve = self._headroom.reserve(self.running, self.memory.page_size)
+                if len(self.running) < self.max_running and self.memory.fork(parent, child, reserve=reserve):
+                    self._run(child)
+                else:  # no room to fork: it reads the prompt itself when its turn comes
+                    self.waiting.push(child)
+
+    def _plan_decodes(self, builder: PlanBuilder) -> None:
+        for request in list(self.running):
+            if not builder.room:
+                return
+            is_due = request.state is State.RUNNING and request.num_remaining == 1
+            if is_due and self._make_room(request):
+                builder.add(request, 1)
+
+    def _plan_prefills(self, builder: PlanBuilder) -> None:
+        for request in self.running:
+            if not builder.room:
+                return
+            if request.num_remaining > 1:
+                self._plan_prompt(builder, request)
+
+    def _plan_prompt(self, builder: PlanBuilder, request: Request) -> bool:
+        """As much of what is known and not computed as fits; siblings fork before the last token."""
+        end = len(request.tokens) - 1 if request.forks else len(request.tokens)
+        length = builder.fit(request, end)
+        if length > 0:
+            builder.add(request, length)
+        return length > 0
+
+    def _admit(self, builder: PlanBuilder) -> None:
+        while builder.room and len(self.running) < self.max_running:
+            request = self.waiting.head()
+            if request is None:
+                return
+            reserve = self._headroom.reserve(self.running, self.memory.page_size)
+            if not self.memory.has_room(len(request.tokens), reserve=reserve):
+                return
+            self.waiting.remove(request)
+            self.memory.admit(request)
+            self._run(request)
+            if not self._plan_prompt(builder, request):
+                return
+
+    def _run(self, request: Request) -> None:
+        request.state = State.RUNNING
+        request.num_since_admitted = 0
+        insert_by_rank(self.running, request)
+
+    # ---- retraction ----------------------------------------------------------------------------------------------
+    def _make_room(self, request: Request) -> bool:
+        """Pages for the next token, taken from the lowest in rank if need be; False if that was `request` itself."""
+        while not self.memory.grow(request):
+            victim = self.running[-1]
+            self._retract(victim)
+            if victim is request:
+                return False
+        return True
+
+    def _retract(self, victim: Request) -> None:
+        """Back to the line without memory; everything known of it will be computed again."""
+        if victim.is_in_flight:
+            raise InvariantError(f"request {victim.name} is in flight and cannot be retracted")
+        remove_by_rank(self.running, victim)
+        self.memory.release(victim)
+        victim.state = State.WAITING
+        self.waiting.push(victim)
+        self.counts.retractions += 1
+        self._headroom.on_retract()
+
+    def _retract_for_debugging(self) -> None:
+        """Every `retract_every` steps the lowest in rank that has advanced since it was admitted."""
+        every = self.config.retract_every
+        if every and self.counts.steps % every == 0:
+            for request in reversed(self.running):
+                if request.num_since_admitted:
+                    self._retract(request)
+                    return
+
+    # ---- commit --------------------------------------------------------------------------------------------------
+    def commit(self, plan: Plan, result: Result) -> None:
+        """Settle what the step computed: progress, tokens, endings."""
+        drawn, scores = iter(result.found), iter(result.scores)
+        for span in plan.spans:
+            request = span.request
+            request.is_in_flight = False
+            request.num_computed = span.end
+            if span.start < request.num_prompt:
+                self.counts.prompt_tokens += min(span.end, request.num_prompt) - span.start
+            if span.targets:
+                scored = next(scores)
+                request.prompt_logprobs += scored.logprobs
+                request.prompt_tops += scored.tops
+            found = next(drawn) if span.draw is not None else None
+            if request.wish is not None:
+                self._finish(request, request.wish)
+            elif found is not None:
+                self._settle(request, span, found)
+
+    def _settle(self, request: Request, span: Span, found: Found) -> None:
+        """One sampled token: keep it, tell it, end with it."""
+        if not found.is_valid:
+            is_blocked = span.draw is not None and span.draw.allowed and not any(span.draw.allowed)
+            self._finish(request, NO_TOKEN_ALLOWED if is_blocked else NO_NUMBER)
+            return
+        self.counts.output_tokens += 1
+        ending = request.take(found.token)
+        if ending is not None:
+            self._finish(request, ending, found)
+        else:
+            self._deltas.append(make_delta(request, found, None, self.policy_version))
+
+    def _finish(self, request: Request, ending: Ending, found: Found | None = None) -> None:
+        """The single point of release."""
+        self.memory.release(request)
+        if not remove_by_rank(self.running, request):
+            self.waiting.remove(request)
+        request.state = State.FINISHED
+        group = self._alive[request.request_id]
+        group.remove(request)
+        if not group:
+            del self._alive[request.request_id]
+        for child in request.forks:  # whoever ends before its siblings forked leaves them to themselves
+            if child.state is State.WAITING:
+                self.waiting.push(child)
+        request.forks = []
+        self.counts.finished += 1
+        self.counts.aborted += ending.reason == "abort"
+        self._deltas.append(make_delta(request, found, ending, self.policy_version))
