@@ -1,7 +1,7 @@
 """Tower and projector against mlx-vlm's kimi_k3, on the same tensors under their published names.
 
 mlx-vlm weighs a gigabyte with what it pulls in, so it is in no extra. Its vision module itself needs only mlx:
-`pip install mlx 'mlx[cpu]' && pip install --no-deps mlx-vlm` is enough for this test.
+the extra `peers` and `pip install --no-deps mlx-vlm` (40 MB) are enough for this test.
 """
 
 from __future__ import annotations
