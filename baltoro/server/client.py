@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections import deque
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Protocol, Self
 
@@ -40,19 +41,17 @@ from baltoro.protocol.worker import (
 
 
 class DeltaStream:
-    """The deltas of one request, in order, until each of its n completions has ended.
+    """The deltas of one or several requests, in order, until each completion has ended.
 
-    A context manager: leaving it early aborts the request. Single writer: the client it came from.
+    A context manager: leaving it early aborts what still runs. Single writer: the client it came from.
     """
 
-    def __init__(self, request_id: str, n: int, client: WorkerClient) -> None:
-        self.request_id = request_id
-        self._left = n
+    def __init__(self, requests: Sequence[Submit], client: WorkerClient) -> None:
+        self._left = {request.request_id: request.n for request in requests}
         self._client = client
         self._ready: deque[TokenDelta] = deque()
         self._error: WorkerLost | None = None
         self._news = asyncio.Event()
-        self._is_closed = False
 
     def __enter__(self) -> Self:
         return self
@@ -66,11 +65,11 @@ class DeltaStream:
         return self
 
     async def __anext__(self) -> TokenDelta:
-        """The next delta. Errors: WorkerLost when the engine is gone before the request has ended."""
+        """The next delta. Errors: WorkerLost when the engine is gone before everything has ended."""
         while not self._ready:
             if self._error is not None:
                 raise self._error
-            if self._left == 0 or self._is_closed:
+            if not self._left:
                 raise StopAsyncIteration
             self._news.clear()
             await self._news.wait()
@@ -80,9 +79,10 @@ class DeltaStream:
         """Add a delta that came from the engine."""
         self._ready.append(delta)
         if delta.finish_reason is not None:
-            self._left -= 1
-            if self._left == 0:
-                self._client.forget(self.request_id)
+            self._left[delta.request_id] -= 1
+            if self._left[delta.request_id] == 0:
+                del self._left[delta.request_id]
+                self._client.forget(delta.request_id)
         self._news.set()
 
     def fail(self, error: WorkerLost) -> None:
@@ -92,12 +92,10 @@ class DeltaStream:
 
     def close(self) -> None:
         """No more is wanted: abort what still runs. Safe to call twice."""
-        if self._is_closed:
-            return
-        self._is_closed = True
-        if self._left > 0 and self._error is None:
-            self._client.forget(self.request_id)
-            self._client.abort(self.request_id)
+        left, self._left = self._left, {}
+        for request_id in left:
+            self._client.forget(request_id)
+            self._client.abort(request_id)
         self._news.set()
 
 
@@ -108,8 +106,16 @@ class Worker(Protocol):
     def failure(self) -> str | None:
         """Why the engine is lost; None while it is not."""
 
-    def submit(self, request: Submit) -> DeltaStream:
-        """Start a request. Errors: WorkerLost; RequestError when its id is in use."""
+    @property
+    def info(self) -> Mapping[str, Any]:
+        """What the engine said of itself when it was ready."""
+
+    @property
+    def running(self) -> Sequence[str]:
+        """Ids of the requests that have not ended."""
+
+    def submit(self, requests: Sequence[Submit]) -> DeltaStream:
+        """Start requests whose deltas come in one stream. Errors: WorkerLost; RequestError when an id is in use."""
 
     def abort(self, request_id: str) -> None:
         """End a request, as if it had stopped itself with reason abort; an empty id ends all."""
@@ -126,7 +132,7 @@ class WorkerClient:
 
     def __init__(self, address: str, *, call_timeout_s: float = 30.0) -> None:
         """Bind `address` (ipc:// or tcp://127.0.0.1). The engine may connect before or after `start`."""
-        self.info: dict[str, Any] = {}
+        self._info: dict[str, Any] = {}
         self._failure: str | None = None
         self._call_timeout_s = call_timeout_s
         self._context = zmq.asyncio.Context()
@@ -149,27 +155,32 @@ class WorkerClient:
         return self._failure
 
     @property
-    def num_streams(self) -> int:
-        """Requests that have not ended."""
-        return len(self._streams)
+    def info(self) -> Mapping[str, Any]:
+        return self._info
+
+    @property
+    def running(self) -> Sequence[str]:
+        return tuple(self._streams)
 
     def start(self) -> None:
         """Begin to read. Called inside the event loop."""
         self._reader = asyncio.create_task(self._read(), name="worker-reader")
 
-    async def ready(self) -> dict[str, Any]:
+    async def ready(self) -> Mapping[str, Any]:
         """Wait for the engine's Hello; its info. Errors: WorkerLost if the engine is lost first."""
         await self._hello.wait()
         self._check()
-        return self.info
+        return self._info
 
-    def submit(self, request: Submit) -> DeltaStream:
+    def submit(self, requests: Sequence[Submit]) -> DeltaStream:
         self._check()
-        if request.request_id in self._streams:
-            raise RequestError(f"a request with id {request.request_id} is running; choose another", param="rid")
-        stream = DeltaStream(request.request_id, request.n, self)
-        self._streams[request.request_id] = stream
-        self._send(request)
+        stream = DeltaStream(requests, self)
+        for request in requests:
+            if request.request_id in self._streams:
+                raise RequestError(f"a request with id {request.request_id} is running; choose another", param="rid")
+        for request in requests:
+            self._streams[request.request_id] = stream
+            self._send(request)
         return stream
 
     def abort(self, request_id: str) -> None:
@@ -195,7 +206,7 @@ class WorkerClient:
             return
         self._failure = reason
         log(logger("server"), "engine lost", reason=reason)
-        for stream in [*self._streams.values()]:
+        for stream in self._streams.values():
             stream.fail(self._lost())
         self._streams.clear()
         for call in self._calls.values():
@@ -260,7 +271,7 @@ class WorkerClient:
             case Hello():
                 if message.version != WIRE_VERSION:
                     raise InvariantError(f"wire version {message.version}, expected {WIRE_VERSION}")
-                self._engine, self.info = sender, dict(message.info)
+                self._engine, self._info = sender, dict(message.info)
                 self._hello.set()
             case Dying(reason):
                 self.lose(reason)

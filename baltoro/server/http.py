@@ -15,9 +15,10 @@ from typing import Any, TypeVar
 from fastapi import Request, Response
 from starlette.types import Receive, Scope, Send
 
+from baltoro.errors import BaltoroError
 from baltoro.protocol import sse
 from baltoro.protocol.openai_reply import to_json
-from baltoro.server.errors import BodyTooLarge, ClientGone, Unauthorized
+from baltoro.server.errors import BodyTooLarge, ClientGone, Unauthorized, error_body
 
 T = TypeVar("T")
 
@@ -70,14 +71,25 @@ async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
         await _end(task, watcher)
 
 
+async def first_of(events: AsyncGenerator[bytes, None]) -> bytes:
+    """The first event. What fails before it is still an ordinary error reply."""
+    return await anext(events)
+
+
 class EventStream(Response):
-    """A reply of server-sent events. The generator is closed when it ends or when the client leaves."""
+    """A reply of server-sent events: the first, which is here already, and those that `events` still brings.
+
+    The generator is closed when it ends or when the client leaves. An error after the start becomes an event.
+    """
 
     media_type = sse.MEDIA_TYPE
 
-    def __init__(self, events: AsyncGenerator[bytes, None], headers: dict[str, str] | None = None) -> None:
+    def __init__(
+        self, first: bytes, events: AsyncGenerator[bytes, None], headers: dict[str, str] | None = None
+    ) -> None:
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no", **(headers or {})})
         del self.headers["content-length"]
+        self._first = first
         self._events = events
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -93,7 +105,12 @@ class EventStream(Response):
 
     async def _write(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        async for event in self._events:
+        await send({"type": "http.response.body", "body": self._first, "more_body": True})
+        try:
+            async for event in self._events:
+                await send({"type": "http.response.body", "body": event, "more_body": True})
+        except BaltoroError as error:
+            event = sse.encode(to_json(error_body(error)))
             await send({"type": "http.response.body", "body": event, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 

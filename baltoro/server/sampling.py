@@ -35,8 +35,19 @@ def new_id(prefix: str) -> str:
     return f"{prefix}-{int(time.time()):08x}{secrets.token_hex(8)}"
 
 
+def request_ids(rid: str, count: int) -> list[str]:
+    """The engine's ids of the parts of one request: its own id, or that with a number behind it."""
+    return [rid] if count == 1 else [f"{rid}:{i}" for i in range(count)]
+
+
 def sampling_params(
-    body: SamplingBody, config: ServerConfig, *, vocab_size: int, max_tokens: int, logprobs: int | None
+    body: SamplingBody,
+    config: ServerConfig,
+    *,
+    vocab_size: int,
+    max_tokens: int,
+    logprobs: int | None,
+    prompt_logprobs: int | None = None,
 ) -> SamplingParams:
     """What the body asks, with the server's defaults where it is silent."""
     fields: dict[str, Any] = dict(config.default_sampling)
@@ -51,6 +62,7 @@ def sampling_params(
         stop_token_ids=_ids(body.stop_token_ids or [], vocab_size, "stop_token_ids"),
         seed=None if body.seed is None else body.seed % (1 << 63),
         logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
     )
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from baltoro.chat.tokenizer import Tokenizer
 from baltoro.protocol.completion import TokenDelta, TopLogprob
 from baltoro.protocol.openai_reply import TokenLogprob, TopTokenLogprob
+from baltoro.protocol.worker import Submit
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +36,14 @@ def tokens_of(delta: TokenDelta) -> Iterator[Token]:
         )
 
 
+def prompt_tokens(submit: Submit, delta: TokenDelta) -> list[Token]:
+    """The tokens of a prompt, with their logprobs where `delta` brings them (the first one never has any)."""
+    num = len(submit.token_ids)
+    logprobs = delta.prompt_logprobs or (None,) * num
+    tops: tuple[tuple[TopLogprob, ...] | None, ...] = delta.prompt_top_logprobs or (None,) * num
+    return [Token(i, logprob, top or ()) for i, logprob, top in zip(submit.token_ids, logprobs, tops, strict=True)]
+
+
 class Holdback:
     """Lets tokens go once no stop string can begin inside them. Single writer: the stream of one completion."""
 
@@ -44,6 +53,8 @@ class Holdback:
         self._longest = max(map(len, self._stops), default=0)
         self._held: deque[tuple[Token, bytes]] = deque()
         self._text = b""
+        self.matched: str | None = None
+        """The stop string that ended the completion, once it has ended."""
 
     def push(self, token: Token) -> list[Token]:
         """The tokens that are free now, oldest first."""
@@ -59,17 +70,20 @@ class Holdback:
             free.append(self._held.popleft()[0])
         return free
 
-    def finish(self, last: list[Token], num_trimmed: int) -> tuple[list[Token], bytes]:
+    def finish(self, last: list[Token], num_trimmed: int, *, keeps_stop: bool = False) -> tuple[list[Token], bytes]:
         """The end, with the tokens of the last delta: (all that is left of the answer, bytes before the stop string).
 
         `num_trimmed` tokens at the end hold a stop string, or are a stop id; the bytes are those of the first of them.
+        They stay in the answer when it `keeps_stop`.
         """
         left = [token for token, _ in self._held] + last
         self._held.clear()
         num_kept = max(0, len(left) - num_trimmed)
         dropped = self._tokenizer.decode_bytes(token.id for token in left[num_kept:])
-        starts = [at for stop in self._stops if (at := dropped.find(stop)) >= 0]
-        return left[:num_kept], dropped[: min(starts)] if starts else b""
+        starts = [(at, stop) for stop in self._stops if (at := dropped.find(stop)) >= 0]
+        at, stop = min(starts, default=(0, None))
+        self.matched = None if stop is None else stop.decode()
+        return (left, b"") if keeps_stop else (left[:num_kept], dropped[:at])
 
     def _start_of_stop(self) -> int:
         """Length of the longest end of the text with which a stop string begins."""

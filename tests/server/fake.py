@@ -38,6 +38,7 @@ class Reply:
     stop_reason: int | str | None = None
     stall_at: int | None = None
     error: str | None = None
+    error_status: int | None = None
 
 
 Script = Callable[[Submit, int], Reply]
@@ -138,6 +139,7 @@ class FakeEngine:
                 num_trimmed=reply.num_trimmed if is_last else 0,
                 stop_reason=reply.stop_reason if is_last else None,
                 error=reply.error if is_last else None,
+                error_status=reply.error_status if is_last else None,
                 **(numbers if at == 0 else {}),
                 **_logprobs(submit, ids, is_first=at == 0),
             )

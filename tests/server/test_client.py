@@ -43,26 +43,33 @@ async def test_deltas_come_in_order_and_each_request_gets_its_own(pair: Pair) ->
     client, _ = pair
 
     async def read(request_id: str, n: int) -> list[tuple[str, int, tuple[int, ...]]]:
-        return [(d.request_id, d.index, d.token_ids) async for d in client.submit(submit(request_id, n))]
+        return [(d.request_id, d.index, d.token_ids) async for d in client.submit([submit(request_id, n)])]
 
     one, two = await asyncio.gather(read("a", 1), read("b", 2))
     assert [ids for _, _, ids in one] == [(0,), (1,), (2,)]
     assert {r for r, _, _ in two} == {"b"}
     assert [ids for _, index, ids in two if index == 1] == [(10,), (11,), (12,)]
-    assert client.num_streams == 0
+    assert client.running == ()
+
+
+async def test_several_requests_share_a_stream_that_ends_with_the_last(pair: Pair) -> None:
+    client, _ = pair
+    seen = [d.request_id async for d in client.submit([submit("a"), submit("b", 2)])]
+    assert sorted(seen) == ["a"] * 3 + ["b"] * 6
+    assert client.running == ()
 
 
 async def test_leaving_a_stream_early_aborts_its_request(pair: Pair) -> None:
     client, engine = pair
-    with client.submit(submit("stall")) as stream:
+    with client.submit([submit("stall")]) as stream:
         assert (await anext(stream)).token_ids == (1,)
     await engine.until(lambda: engine.aborted == ["stall"])
-    assert client.num_streams == 0
+    assert client.running == ()
 
 
 async def test_a_finished_stream_is_not_aborted(pair: Pair) -> None:
     client, engine = pair
-    with client.submit(submit("a")) as stream:
+    with client.submit([submit("a")]) as stream:
         assert len([d async for d in stream]) == 3
     await client.query()
     assert engine.aborted == []
@@ -70,7 +77,7 @@ async def test_a_finished_stream_is_not_aborted(pair: Pair) -> None:
 
 async def test_an_abort_ends_the_stream(pair: Pair) -> None:
     client, _ = pair
-    with client.submit(submit("stall")) as stream:
+    with client.submit([submit("stall")]) as stream:
         await anext(stream)
         client.abort("stall")
         assert (await anext(stream)).finish_reason == "abort"
@@ -80,8 +87,8 @@ async def test_an_abort_ends_the_stream(pair: Pair) -> None:
 
 async def test_an_id_in_use_is_refused(pair: Pair) -> None:
     client, _ = pair
-    with client.submit(submit("stall")), pytest.raises(RequestError) as caught:
-        client.submit(submit("stall"))
+    with client.submit([submit("stall")]), pytest.raises(RequestError) as caught:
+        client.submit([submit("stall")])
     assert caught.value.param == "rid"
 
 
@@ -89,7 +96,7 @@ async def test_an_id_in_use_is_refused(pair: Pair) -> None:
 async def test_a_lost_engine_is_told_to_everybody_now_and_later(pair: Pair, how: str) -> None:
     client, engine = pair
     engine.is_mute = True
-    stream = client.submit(submit("stall"))
+    stream = client.submit([submit("stall")])
     await anext(stream)
     call = asyncio.create_task(client.query())
     await asyncio.sleep(0)
@@ -105,11 +112,11 @@ async def test_a_lost_engine_is_told_to_everybody_now_and_later(pair: Pair, how:
             await waiting
     assert client.failure
     with pytest.raises(WorkerLost):
-        client.submit(submit("late"))
+        client.submit([submit("late")])
     with pytest.raises(WorkerLost):
         await client.query()
     stream.close()
-    assert client.num_streams == 0
+    assert client.running == ()
 
 
 async def test_an_engine_that_does_not_answer_is_worker_lost_for_the_caller_only(pair: Pair) -> None:
@@ -118,7 +125,7 @@ async def test_an_engine_that_does_not_answer_is_worker_lost_for_the_caller_only
     with pytest.raises(WorkerLost, match="did not answer"):
         await client.query()
     assert client.failure is None
-    assert len([d async for d in client.submit(submit("a"))]) == 3
+    assert len([d async for d in client.submit([submit("a")])]) == 3
 
 
 async def test_flush_and_query_are_answered(pair: Pair) -> None:
