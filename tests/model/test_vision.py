@@ -326,6 +326,7 @@ def _their_weights(tower: VisionTower) -> dict[str, Tensor]:
     return out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 5])
 def test_tower_equals_transformers(seed: int) -> None:
     config = VisionConfig(**{**_fields(), "pos_emb_height": 6, "pos_emb_width": 6})
