@@ -90,6 +90,7 @@ class K3Config:
     attn_res_block_size: int | None = None
     rms_norm_eps: float = 1e-6
     num_mtp_layers: int = 0
+    is_mtp_shared: bool = False  # MTP layers use the model's embedding and head; the file holds them once
     # rest
     initializer_range: float = 0.02
     max_position_embeddings: int = 4096

@@ -1,8 +1,8 @@
 """Published config.json <-> K3Config. No torch.
 
 Both directions are tables of (published name, our name), so that a field cannot be read and not written.
-What we add to the published object (only when it differs from the default): `mla_norm_eps` in the text object,
-`norm_eps` in the vision object.
+What we add to the published object (only when it differs from the default): `mla_norm_eps` and `mtp_shares_embeddings`
+in the text object, `norm_eps` in the vision object.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ TEXT_FIELDS = {
     "first_k_dense_replace": "first_dense_layers",
     "moe_layer_freq": "moe_layer_freq",
     "num_nextn_predict_layers": "num_mtp_layers",
+    "mtp_shares_embeddings": "is_mtp_shared",
     "tie_word_embeddings": "tie_word_embeddings",
     "bos_token_id": "bos_token_id",
     "eos_token_id": "eos_token_id",
@@ -113,8 +114,9 @@ def write_config(config: K3Config) -> dict[str, Any]:
         text[published] = getattr(config, ours)
     for absent_when_zero in ("num_experts", "num_experts_per_token", "moe_intermediate_size"):
         text[absent_when_zero] = text[absent_when_zero] or None
-    if config.mla_norm_eps == K3Config.__dataclass_fields__["mla_norm_eps"].default:
-        del text["mla_norm_eps"]
+    for ours in ("mla_norm_eps", "is_mtp_shared"):
+        if getattr(config, ours) == K3Config.__dataclass_fields__[ours].default:
+            del text[next(published for published, name in TEXT_FIELDS.items() if name == ours)]
     if config.hidden_act != "situ":
         del text["activation_situ_beta"], text["activation_situ_linear_beta"]
     linear = {published: getattr(config, ours) for published, ours in LINEAR_FIELDS.items()}

@@ -62,6 +62,9 @@ class K3Model(nn.Module):
         self.model = Decoder(config, dtype=dtype, device=device)
         if not config.tie_word_embeddings:
             self.lm_head = Linear(config.hidden_size, config.vocab_size, dtype=dtype, device=device)
+        if config.is_mtp_shared:
+            for layer in self.model.layers[config.num_layers :]:
+                layer.embed_tokens, layer.shared_head.head = self.model.embed_tokens, self.lm_head
         if config.vision is not None:
             self.vision_tower = VisionTower(config.vision, dtype=dtype, device=device)
             self.mm_projector = Projector(config.vision, config.hidden_size, dtype=dtype, device=device)

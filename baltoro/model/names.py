@@ -149,13 +149,15 @@ class _Builder:
         """An MTP layer: its own embedding and head around one layer without residual mixes."""
         c, at = self.config, f"model.layers.{layer}."
         width = c.hidden_size
-        yield self._text(f"{at}embed_tokens.weight", (c.vocab_size, width), "mtp", "rows")
+        if not c.is_mtp_shared:
+            yield self._text(f"{at}embed_tokens.weight", (c.vocab_size, width), "mtp", "rows")
         for norm in ("enorm", "hnorm"):
             yield self._text(f"{at}{norm}.weight", (width,), "mtp")
         yield self._text(f"{at}eh_proj.weight", (width, 2 * width), "mtp")
         yield from self.layer(layer, group="mtp", has_residual_mix=False)
         yield self._text(f"{at}shared_head.norm.weight", (width,), "mtp")
-        yield self._text(f"{at}shared_head.head.weight", (c.vocab_size, width), "mtp", "rows")
+        if not c.is_mtp_shared:
+            yield self._text(f"{at}shared_head.head.weight", (c.vocab_size, width), "mtp", "rows")
 
     def layer(self, layer: int, *, group: Group | None, has_residual_mix: bool) -> Iterator[ParamSpec]:
         """One layer. `group` replaces the groups of its parts; past the last layer (MTP) it is MLA and MoE."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
@@ -12,6 +14,8 @@ from baltoro.model.build import new_model
 from baltoro.model.config import K3Config
 from baltoro.model.context import ForwardContext, train_context
 from baltoro.model.decoder import K3Model
+from baltoro.model.names import tensor_specs
+from baltoro.model.weights import load_model, save_model
 from tests.model.harness import Harness, random_tokens
 from tests.tiny import tiny_k3, tiny_kimi_linear
 
@@ -29,7 +33,9 @@ def whole(model: K3Model, tokens: list[int]) -> Tensor:
         return model(train_context(torch.tensor(tokens), (len(tokens),)))
 
 
-@pytest.mark.parametrize("cuts", [(), (1,), (2,), (63,), (64,), (65, 1, 1, 1), (100, 50), (7,) * 30, (149,), (1,) * 160])
+@pytest.mark.parametrize(
+    "cuts", [(), (1,), (2,), (63,), (64,), (65, 1, 1, 1), (100, 50), (7,) * 30, (149,), (1,) * 160]
+)
 def test_any_cut_gives_the_logits_of_one_pass(model: K3Model, cuts: tuple[int, ...]) -> None:
     tokens = random_tokens(160, model.config.vocab_size)
     got = Harness(model, 1).run(0, tokens, cuts)
@@ -130,3 +136,16 @@ def test_contexts_that_cannot_be_are_refused() -> None:
         ForwardContext(tokens, Spans.build([2]))
     with pytest.raises(ShapeError, match="length 1"):
         ForwardContext(tokens, Spans.build([3]), num_decodes=1)
+
+
+def test_shared_mtp_embeddings_are_one_tensor_in_memory_and_file(tmp_path: Path) -> None:
+    config = tiny_k3(num_mtp_layers=1, is_mtp_shared=True, vision=None)
+    model = new_model(config, std=0.1)
+    save_model(model, tmp_path)
+    again = load_model(tmp_path, dtype=torch.float32)
+    assert again.config == config
+    layer = again.model.layers[config.num_layers]
+    assert layer.embed_tokens.weight is again.model.embed_tokens.weight
+    assert layer.shared_head.head.weight is again.lm_head.weight
+    assert torch.equal(again.lm_head.weight, model.lm_head.weight)
+    assert not any("shared_head.head" in spec.name for spec in tensor_specs(config))
