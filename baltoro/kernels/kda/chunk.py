@@ -1,30 +1,33 @@
 """The KDA recurrence in chunks, in plain torch: prefill and training. Equal to `reference.recurrent`.
 
-Chunk borders lie on absolute multiples of the chunk (a span that starts off the grid has a short first chunk), so the
-result does not depend on how a prompt is cut into spans. With G the decay summed from the chunk's start, S entering:
+With P_i the decay from the chunk's start to token i, R_i that from i to its end (both per key channel), S entering:
 
-    A_kk[i, j] = beta_i sum_d k_i k_j e^(G_i - G_j), j < i;     A_qk[i, j] = sum_d q_i k_j e^(G_i - G_j), j <= i
-    (w | u)    = (I + A_kk)^-1 diag(beta) (k e^G | v);          U = u - w S
-    o          = (q e^G) S + A_qk U;                            S+ = diag(e^G_C) S + (k e^(G_C - G))' U
+    A_kk[i, j] = sum_d k_i k_j P_i/P_j, j < i;              A_qk[i, j] = sum_d q_i k_j P_i/P_j, j <= i
+    (w | u)    = (I + diag(beta) A_kk)^-1 diag(beta) (k P | v);    U = u - w S
+    o          = (q P) S + A_qk U;                          S+ = diag(P_C) S + (k R)' U
 
-Every exponent is <= 0: pairs inside a sub-block of 16 are formed one by one, pairs of two sub-blocks through the start
-of the later one. So nothing overflows for any gate in any dtype, and what underflows is forgotten anyway.
-Only S -> S+ is serial, as one product a chunk with the transition diag(e^G_C) - (k e^(G_C - G))' w.
-Source: spec/kernels.md A.3, A.4.
+The quotients P_i/P_j are never formed (see `pairs`). All is batched products over chunks x heads; only S -> S+ is
+serial, one small product a chunk with the transition diag(P_C) - (k R)' w. Chunk borders are absolute (see `grid`), so
+the result does not depend on how a prompt is cut into spans. The backward pass is written out.
+Limit: first derivatives only. Source: spec/kernels.md A.3, A.9.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from baltoro.errors import ShapeError
+from baltoro.kernels.kda.grid import Grid
+from baltoro.kernels.kda.pairs import add_pair_gradients, pair_products, unit_lower_inverse
 from baltoro.kernels.kda.reference import prepare
 from baltoro.kernels.spans import Spans
 
-SUB = 16
+# On a CPU heads are worked on in groups of about this many chunks x heads, to stay in its caches.
+CPU_GROUP = 64
 
 
 def chunked(
@@ -38,107 +41,132 @@ def chunked(
     state: Tensor | None,
     scale: float,
     chunk: int = 64,
+    is_bounded: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Run packed spans in chunks; arguments and results as `reference.recurrent`. `chunk` is a multiple of 16."""
-    if chunk % SUB:
-        raise ShapeError(f"chunk {chunk} is not a multiple of {SUB}")
-    q, k, v, g, beta, state = prepare(q, k, v, g, beta, spans=spans, state=state)
-    grid = _Grid.build(spans, chunk)
-    q, k, v, g = (grid.spread(x) for x in (q * scale, k, v, g))  # [NC, H, C, *]
-    beta = grid.spread(beta.unsqueeze(-1))
-    a_kk, a_qk = _pairs(q, k, g)
-    total = g.cumsum(-2)
-    decayed = total.exp()
-    rhs = torch.cat((k * decayed, v), dim=-1) * beta
-    lower = a_kk * beta + torch.eye(chunk, dtype=k.dtype, device=k.device)
-    w, u = torch.linalg.solve_triangular(lower, rhs, upper=False, unitriangular=True).split(
-        (k.shape[-1], v.shape[-1]), dim=-1
-    )
-    rest = k * (g.flip(-2).cumsum(-2).flip(-2) - g).exp()
-    transition = (
-        torch.diag_embed(decayed[..., -1, :]) - w.transpose(-1, -2) @ rest
-    )  # [NC, H, K, K], acts from the right
-    addition = u.transpose(-1, -2) @ rest  # [NC, H, V, K]
-    entering, finals = _scan(transition, addition, state, grid)
-    corrections = u - w @ entering.transpose(-1, -2)
-    o = (q * decayed) @ entering.transpose(-1, -2) + a_qk @ corrections
-    return grid.gather(o), finals
+    """Run packed spans in chunks; arguments and results as `reference.recurrent`. `chunk` is a power of two.
 
-
-def _pairs(q: Tensor, k: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
-    """A_kk (strictly lower, without beta) and A_qk (lower) [NC, H, C, C] from q, k, g [NC, H, C, K]."""
-    chunk = k.shape[-2]
-    blocks = chunk // SUB
-    q, k, g = (torch.unflatten(x, -2, (blocks, SUB)) for x in (q, k, g))  # [NC, H, B, SUB, K]
-    local = g.cumsum(-2)
-    whole = local[..., -1, :]
-    rows = torch.stack((k, q), dim=2) * local.exp().unsqueeze(2)  # [NC, H, 2, B, SUB, K]
-    columns = k * (whole.unsqueeze(-2) - local).exp()  # decayed to the end of their own block
-    pair = (local.unsqueeze(-2) - local.unsqueeze(-3)).masked_fill(
-        torch.ones(SUB, SUB, dtype=torch.bool, device=k.device).triu(1).unsqueeze(-1), float("-inf")
-    )
-    near = k.unsqueeze(-3) * pair.exp()  # [NC, H, B, i, j, K]
-    diagonal = (near.unsqueeze(2) * torch.stack((k, q), dim=2).unsqueeze(-2)).sum(-1)  # [NC, H, 2, B, SUB, SUB]
-    empty = torch.zeros_like(diagonal[..., 0, :, :])
-    lines = []
-    for a in range(blocks):
-        between = torch.zeros_like(whole[..., 0, :])
-        line = [diagonal[..., a, :, :]]
-        for b in range(a - 1, -1, -1):
-            column = columns[..., b, :, :] * between.exp().unsqueeze(-2)
-            line.insert(0, rows[..., a, :, :] @ column.transpose(-1, -2).unsqueeze(2))
-            between = between + whole[..., b, :]
-        lines.append(torch.cat((*line, *[empty] * (blocks - 1 - a)), dim=-1))
-    both = torch.cat(lines, dim=-2)
-    return both[:, :, 0].tril(-1), both[:, :, 1]
-
-
-def _scan(transition: Tensor, addition: Tensor, state: Tensor, grid: _Grid) -> tuple[Tensor, Tensor]:
-    """States entering each chunk [NC, H, V, K] and after each span [N, H, V, K]."""
-    entering, finals = [], []
-    for n, (first, last) in enumerate(grid.ranges):
-        matrix = state[n]
-        for c in range(first, last):
-            entering.append(matrix)
-            matrix = torch.baddbmm(addition[c], matrix, transition[c])
-        finals.append(matrix)
-    return torch.stack(entering), torch.stack(finals)
-
-
-@dataclass(frozen=True, slots=True)
-class _Grid:
-    """Where each token lies among the NC chunks of `chunk` rows; short chunks are padded with zeros at their end.
-
-    ranges  chunks first..last-1 of each span
-    rows    int64 [T] row of each token in the padded [NC * chunk], None if nothing is padded
+    is_bounded: a promise that g >= -5 everywhere. Other implementations of this operation live by it; this one is
+    right for any gate and does not look at it.
     """
+    if chunk < 1 or chunk & (chunk - 1):
+        raise ShapeError(f"chunk {chunk} is not a power of two")
+    q, k, v, g, beta, state = prepare(q, k, v, g, beta, spans=spans, state=state)
+    grid = Grid.build(spans, chunk, k.device)
+    o, final = _Chunked.apply(q, k, v, g, beta, state, grid, scale)  # type: ignore[no-untyped-call]
+    return o, final
 
-    ranges: tuple[tuple[int, int], ...]
-    rows: Tensor | None
-    chunk: int
+
+class _Chunked(torch.autograd.Function):
+    """Arguments and results of `chunked`, in the accumulate dtype; a loop over groups of heads."""
 
     @staticmethod
-    def build(spans: Spans, chunk: int) -> _Grid:
-        ranges, pieces, first = [], [], 0
-        for start, end in zip(spans.starts, spans.ends, strict=True):
-            last = first + (end - 1) // chunk - start // chunk + 1
-            # the first chunk begins at its first token, wherever that is on the absolute grid
-            head = min(end, (start // chunk + 1) * chunk) - start
-            pieces.append(torch.arange(first * chunk, first * chunk + head))
-            pieces.append(torch.arange((first + 1) * chunk, (first + 1) * chunk + end - start - head))
-            ranges.append((first, last))
-            first = last
-        is_padded = first * chunk != spans.num_tokens
-        return _Grid(tuple(ranges), torch.cat(pieces).to(spans.device) if is_padded else None, chunk)
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, grid: Grid, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        ctx.grid, ctx.scale, ctx.groups = grid, scale, _groups(k, grid)
+        o, final, saved = torch.empty_like(v), torch.empty_like(state), []
+        for heads in ctx.groups:
+            inputs = tuple(x[:, heads] for x in (q, k, v, g, beta, state))
+            o[:, heads], final[:, heads], kept = _forward(inputs, grid, scale)
+            saved += kept
+        ctx.save_for_backward(*saved)
+        return o, final
 
-    def spread(self, x: Tensor) -> Tensor:
-        """[T, H, *] -> [NC, H, C, *], zeros in the padding."""
-        if self.rows is not None:
-            padded = x.new_zeros(self.ranges[-1][1] * self.chunk, *x.shape[1:])
-            x = padded.index_copy(0, self.rows.to(x.device), x)
-        return torch.unflatten(x, 0, (-1, self.chunk)).transpose(1, 2)
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_o: Tensor, d_final: Tensor) -> tuple[Tensor | None, ...]:
+        saved = ctx.saved_tensors
+        size = len(saved) // len(ctx.groups)
+        parts = []
+        for n, heads in enumerate(ctx.groups):
+            kept = saved[n * size : (n + 1) * size]
+            parts.append(_backward(kept, d_o[:, heads], d_final[:, heads], ctx.grid, ctx.scale))
+        joined = [torch.cat(part, dim=1) if len(part) > 1 else part[0] for part in zip(*parts, strict=True)]
+        return (*joined, None, None)
 
-    def gather(self, x: Tensor) -> Tensor:
-        """[NC, H, C, V] -> [T, H, V]."""
-        x = x.transpose(1, 2).flatten(0, 1)
-        return x if self.rows is None else x[self.rows.to(x.device)]
+
+def _groups(k: Tensor, grid: Grid) -> list[slice]:
+    heads = k.shape[1]
+    size = heads if k.device.type != "cpu" else max(1, CPU_GROUP // max(1, grid.num_chunks))
+    return [slice(first, min(first + size, heads)) for first in range(0, heads, size)]
+
+
+def _forward(inputs: tuple[Tensor, ...], grid: Grid, scale: float) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """From q, k, v, g, beta, state: o [T, H, V], final state [N, H, V, K], and what `_backward` needs.
+
+    X = chunks x heads in the comments.
+    """
+    q, k, v, g, beta, state = inputs
+    heads = k.shape[1]
+    q, k, v, g, beta = (grid.spread(x) for x in (q * scale, k, v, g, beta.unsqueeze(-1)))  # [X, C, *]
+    a_kk, a_qk, prefix, suffix = pair_products(q, k, g)
+    inverse = unit_lower_inverse(a_kk * beta)
+    q_in, k_in, k_out = q * prefix, k * prefix, k * suffix
+    w, u = torch.bmm(inverse, k_in * beta), torch.bmm(inverse, v * beta)
+    transition = torch.bmm(w.mT, k_out).neg_()  # [X, K, K], acts from the right on [V, K]
+    transition.diagonal(dim1=1, dim2=2).add_(prefix[:, -1])
+    entering, leaving = _scan(transition, torch.bmm(u.mT, k_out), grid.sort(state), grid, heads)
+    fixed = torch.baddbmm(u, w, entering.mT, alpha=-1)  # U
+    o = torch.bmm(q_in, entering.mT).baddbmm_(a_qk, fixed)
+    kept = [q, k, v, g, beta, a_kk, a_qk, prefix, suffix, inverse, w, u, transition, entering, fixed]
+    return grid.gather(o, heads), grid.unsort(leaving, heads), kept
+
+
+def _backward(
+    kept: tuple[Tensor, ...], d_o: Tensor, d_final: Tensor, grid: Grid, scale: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of q, k, v, g, beta and the entering state."""
+    q, k, v, g, beta, a_kk, a_qk, prefix, suffix, inverse, w, u, transition, entering, fixed = kept
+    heads = d_o.shape[1]
+    d_o = grid.spread(d_o)
+    k_in, k_out = k * prefix, k * suffix
+    d_qk = torch.bmm(d_o, fixed.mT)
+    d_fixed = torch.bmm(a_qk.mT, d_o)
+    d_entering = torch.bmm(d_o.mT, q * prefix).baddbmm_(d_fixed.mT, w, alpha=-1)
+    d_leaving, d_state = _scan_back(transition, d_entering, grid.sort(d_final), grid, heads)
+    d_fixed.baddbmm_(k_out, d_leaving.mT)
+    # (w | u) = inverse (k P beta | v beta)
+    d_w = torch.bmm(inverse.mT, torch.bmm(d_fixed, entering)).neg_()
+    d_u = torch.bmm(inverse.mT, d_fixed)
+    d_lower = torch.bmm(d_w, w.mT).baddbmm_(d_u, u.mT, alpha=-1, beta=-1)  # its strictly lower part counts
+    d_beta = (d_w * k_in).sum(-1) + (d_u * v).sum(-1) + (d_lower * a_kk).sum(-1)
+
+    d_out = torch.bmm(fixed, d_leaving).mul_(suffix)  # of k, through k R
+    d_q = torch.bmm(d_o, entering).mul_(prefix)
+    d_row, d_column = (d_w * beta).mul_(prefix), d_out.clone()
+    add_pair_gradients(q, k, g, d_lower.mul_(beta), d_qk, d_q=d_q, d_row=d_row, d_column=d_column)
+    # of the log-decay summed up to each token, then of each token's own
+    d_total = torch.addcmul(q * d_q, k, d_row - d_column)
+    d_total[:, -1] += (k * d_out).sum(1) + prefix[:, -1] * (entering * d_leaving).sum(1)
+    d_g = d_total.flip(1).cumsum(1).flip(1)
+
+    found = (d_q.mul_(scale), d_row.add_(d_column), d_u.mul_(beta), d_g, d_beta.unsqueeze(-1))
+    d_q, d_k, d_v, d_g, d_beta = (grid.gather(x, heads) for x in found)
+    return d_q, d_k, d_v, d_g, d_beta.squeeze(-1), grid.unsort(d_state, heads)
+
+
+def _scan(transition: Tensor, addition: Tensor, state: Tensor, grid: Grid, heads: int) -> tuple[Tensor, Tensor]:
+    """S+ = S transition + addition over the chunks of every span; overwrites `state`.
+
+    Returns the states entering each chunk [X, V, K] and those after the spans, in the order of the steps.
+    """
+    entering = torch.empty_like(addition)
+    for running, chunks in grid.slices(heads):
+        entering[chunks] = state[:running]
+        torch.baddbmm(addition[chunks], entering[chunks], transition[chunks], out=state[:running])
+    return entering, state
+
+
+def _scan_back(
+    transition: Tensor, d_entering: Tensor, d_state: Tensor, grid: Grid, heads: int
+) -> tuple[Tensor, Tensor]:
+    """`_scan` from its end. `d_entering`: what each chunk's own outputs want of the state entering it; `d_state`: the
+    gradients of the states after the spans, overwritten.
+
+    Returns the gradients of the state leaving each chunk [X, V, K] and of the first states, in the order of the steps.
+    """
+    d_leaving = torch.empty_like(d_entering)
+    for running, chunks in reversed(grid.slices(heads)):
+        d_leaving[chunks] = d_state[:running]
+        torch.baddbmm(d_entering[chunks], d_leaving[chunks], transition[chunks].mT, out=d_state[:running])
+    return d_leaving, d_state

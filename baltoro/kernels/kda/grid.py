@@ -1,0 +1,83 @@
+"""Where packed tokens lie among chunks: the layout in which the chunk form works.
+
+Chunk borders are absolute multiples of the chunk, so a span that starts off the grid has a short first chunk. Chunks
+are ordered step by step: the first chunk of every span, then the second of every span that has one, and so on, spans
+with more chunks first. The serial pass then advances all spans at once: at each step those still running are a prefix.
+Short chunks are padded with zeros at their end: k = 0, beta = 0 and g = 0 leave a state as it is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from baltoro.kernels.spans import Spans
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """NC chunks of `chunk` rows for T tokens of N spans.
+
+    order  int64 [N], spans by falling number of chunks; None if that is their own order
+    steps  how many spans run at each step; their chunks follow one another
+    rows   int64 [T], row of each token among the NC * chunk; None if it is the token's own number and none is padding
+    """
+
+    chunk: int
+    num_chunks: int
+    order: Tensor | None
+    steps: tuple[int, ...]
+    rows: Tensor | None
+
+    @staticmethod
+    def build(spans: Spans, chunk: int, device: torch.device) -> Grid:
+        """Lay out `spans`; index tensors on `device`."""
+        counts = [(e - 1) // chunk - s // chunk + 1 for s, e in zip(spans.starts, spans.ends, strict=True)]
+        order = sorted(range(len(spans)), key=lambda n: -counts[n])
+        steps = tuple(sum(c > step for c in counts) for step in range(max(counts, default=0)))
+        firsts = [sum(steps[:step]) for step in range(len(steps))]
+        rank = {n: r for r, n in enumerate(order)}
+        places, lengths = [], []  # of every chunk, in the order of the tokens
+        for n, (start, end) in enumerate(zip(spans.starts, spans.ends, strict=True)):
+            for step in range(counts[n]):
+                border = (start // chunk + step) * chunk
+                places.append(firsts[step] + rank[n])
+                lengths.append(min(end, border + chunk) - max(start, border))
+        is_plain = all(n == chunk for n in lengths) and places == list(range(len(places)))
+        rows = None
+        if not is_plain:
+            sizes, tokens = torch.tensor(lengths), torch.arange(spans.num_tokens)
+            shift = torch.tensor(places) * chunk - (sizes.cumsum(0) - sizes)
+            rows = (tokens + shift.repeat_interleave(sizes)).to(device)
+        is_ordered = order == list(range(len(order)))
+        return Grid(chunk, len(places), None if is_ordered else torch.tensor(order, device=device), steps, rows)
+
+    def spread(self, x: Tensor) -> Tensor:
+        """[T, H, *] -> [NC * H, chunk, *] contiguous, zeros in the padding."""
+        if self.rows is not None:
+            x = x.new_zeros(self.num_chunks * self.chunk, *x.shape[1:]).index_copy_(0, self.rows, x)
+        return torch.unflatten(x, 0, (-1, self.chunk)).transpose(1, 2).flatten(0, 1).contiguous()
+
+    def gather(self, x: Tensor, heads: int) -> Tensor:
+        """[NC * H, chunk, *] -> [T, H, *], dropping the padding."""
+        x = torch.unflatten(x, 0, (-1, heads)).transpose(1, 2).flatten(0, 1)
+        return x if self.rows is None else x.index_select(0, self.rows)
+
+    def sort(self, state: Tensor) -> Tensor:
+        """[N, H, V, K] by span -> a new [N * H, V, K] in the order of the steps."""
+        return (state.clone() if self.order is None else state.index_select(0, self.order)).flatten(0, 1)
+
+    def unsort(self, state: Tensor, heads: int) -> Tensor:
+        """[N * H, V, K] in the order of the steps -> [N, H, V, K] by span."""
+        state = torch.unflatten(state, 0, (-1, heads))
+        return state if self.order is None else torch.empty_like(state).index_copy_(0, self.order, state)
+
+    def slices(self, heads: int) -> list[tuple[int, slice]]:
+        """(running states, their chunks) of each step, both counted in heads."""
+        found, first = [], 0
+        for running in self.steps:
+            found.append((running * heads, slice(first * heads, (first + running) * heads)))
+            first += running
+        return found
