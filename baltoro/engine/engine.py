@@ -9,6 +9,7 @@ Not thread-safe: one thread owns an engine.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from dataclasses import asdict
 from pathlib import Path
 
 import msgspec
@@ -54,7 +55,7 @@ class Engine:
         """`dtype`: of the activations, default as the config resolves it. `eos_ids`: default the model config's."""
         self.config = config
         self.model_config = model.config
-        dtype = dtype or resolve_dtype(config)
+        self.dtype = dtype = dtype or resolve_dtype(config)
         self.plan = plan_memory(config, model.config, dtype, free_bytes(config.device))
         layout = arena_layout(model.config, dtype, config.page_size)
         shape = ArenaShape(layout, self.plan.num_slots, self.plan.num_pages)
@@ -148,23 +149,43 @@ class Engine:
         self.scheduler.audit()
 
     def stats(self) -> dict[str, object]:
-        """Numbers of now and totals since the start."""
+        """Numbers of now and totals since the start; the names are those of `/metrics`."""
         memory, counts = self.scheduler.memory, self.scheduler.counts
+        size, plan = self.config.page_size, self.plan
+        pages, slots = memory.pages, memory.slots
+        used_bytes = pages.num_used * plan.page_bytes + slots.num_used * plan.slot_bytes
         return {
-            "num_running": len(self.scheduler.running),
-            "num_waiting": len(self.scheduler.waiting),
-            "pages_used": memory.pages.num_used,
-            "pages_total": memory.pages.count,
-            "slots_used": memory.slots.num_used,
-            "slots_total": memory.slots.count,
+            "num_running_reqs": len(self.scheduler.running),
+            "num_queue_reqs": len(self.scheduler.waiting),
+            "token_usage": used_bytes / plan.arena_bytes if plan.arena_bytes else 0.0,
+            "full_token_usage": pages.num_used / pages.count,
+            "mamba_usage": slots.num_used / slots.count,
+            "kv_used_tokens": pages.num_used * size,
+            "kv_available_tokens": pages.num_free * size,
+            "max_total_num_tokens": pages.count * size,
+            "pages_used": pages.num_used,
+            "slots_used": slots.num_used,
+            "num_retracted_reqs": counts.retractions,
             "num_steps": counts.steps,
-            "num_prompt_tokens": counts.prompt_tokens,
-            "num_output_tokens": counts.output_tokens,
-            "num_retractions": counts.retractions,
-            "num_finished": counts.finished,
-            "num_aborted": counts.aborted,
+            "prompt_tokens": counts.prompt_tokens,
+            "generation_tokens": counts.output_tokens,
+            "num_finished_reqs": counts.finished,
+            "num_aborted_reqs": counts.aborted,
             "policy_version": self.scheduler.policy_version,
         }
+
+    def describe(self) -> dict[str, object]:
+        """What this engine is, for people and for a server's Hello."""
+        model = self.model_config
+        facts = {
+            "vocab_size": model.vocab_size,
+            "num_layers": model.num_layers,
+            "hidden_size": model.hidden_size,
+            "has_vision": model.vision is not None,
+            "max_context": self.plan.max_context,
+            "dtype": str(self.dtype).removeprefix("torch."),
+        }
+        return {"model": facts, "memory": self.plan.describe(), "config": asdict(self.config)}
 
 
 def load_engine(

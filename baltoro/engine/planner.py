@@ -103,7 +103,13 @@ def _pages(config: EngineConfig, layout: ArenaLayout, memory: int, num_slots: in
     useful = min(num_slots, config.max_running) * pages_for(context, config.page_size)
     if not layout.page_bytes:
         return useful
-    return max(1, min(useful, memory // layout.page_bytes - 2))  # the sink, and the page that the border cuts
+    fits = memory // layout.page_bytes - 2  # the sink, and the page that the border cuts
+    if fits < 1:
+        raise ConfigError(
+            f"no KV page of {layout.page_bytes} bytes fits beside {num_slots} state slots of {layout.slot_bytes} bytes: "
+            "raise memory_bytes, or lower num_slots or page_size"
+        )
+    return min(useful, fits)
 
 
 def resolve_dtype(config: EngineConfig) -> torch.dtype:

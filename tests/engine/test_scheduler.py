@@ -64,7 +64,7 @@ def test_retraction_recomputes_and_changes_no_token() -> None:
     for i in range(3):
         submit(engine, f"r{i}", PROMPTS[3][i:], max_tokens=20)
     deltas = run(engine)
-    assert engine.stats()["num_retractions"] >= 1
+    assert engine.stats()["num_retracted_reqs"] >= 1
     for i in range(3):
         assert tokens_of(deltas[f"r{i}", 0]) == expected(PROMPTS[3][i:], SamplingParams(temperature=0.0, max_tokens=20))
 
@@ -74,7 +74,7 @@ def test_forced_retraction_changes_no_token(every: int) -> None:
     engine = make_engine(retract_every=every)
     _submit_all(engine)
     _check_all(engine)
-    assert engine.stats()["num_retractions"] >= 3
+    assert engine.stats()["num_retracted_reqs"] >= 3
 
 
 def test_the_first_in_rank_is_never_retracted_for_another() -> None:
@@ -87,7 +87,7 @@ def test_the_first_in_rank_is_never_retracted_for_another() -> None:
             if delta.finish_reason:
                 finished.append(delta.request_id)
         engine.audit()
-    assert engine.stats()["num_retractions"]
+    assert engine.stats()["num_retracted_reqs"]
     assert finished[0] == "r0"
 
 
@@ -109,7 +109,7 @@ def test_a_request_that_does_not_fit_waits_and_nobody_overtakes_it() -> None:
     submit(engine, "too long for now", [2] * 60, max_tokens=4)
     submit(engine, "short", [3], max_tokens=4)
     assert engine.step() == []
-    assert engine.stats()["num_running"] == 1 and engine.stats()["num_waiting"] == 2
+    assert engine.stats()["num_running_reqs"] == 1 and engine.stats()["num_queue_reqs"] == 2
     deltas = run(engine)
     for name, prompt in (("long", [1] * 40), ("too long for now", [2] * 60), ("short", [3])):
         assert tokens_of(deltas[name, 0]) == expected(prompt, SamplingParams(temperature=0.0, max_tokens=4))
@@ -172,10 +172,10 @@ def test_the_shared_prompt_is_read_once_when_there_is_room() -> None:
     engine.step()
     engine.step()
     engine.step()
-    assert engine.stats()["num_running"] == 4
+    assert engine.stats()["num_running_reqs"] == 4
     assert engine.stats()["pages_used"] == 9 + 4, "9 full pages are shared, the last one is everybody's own"
     run(engine)
-    assert engine.stats()["num_prompt_tokens"] == 39 + 4
+    assert engine.stats()["prompt_tokens"] == 39 + 4
 
 
 def test_abort_while_siblings_wait_for_the_prompt() -> None:
