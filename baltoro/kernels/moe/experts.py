@@ -2,19 +2,22 @@
 
     expert(z) = w2 activation(w1 z, w3 z)
 
-Weights are dense [E, out, in], or packed MXFP4 that is dequantised on use and never written. Product with the routing
-weight and the sum over experts in the accumulate dtype, rounded once. Two forms of the same result: token-centric
-(gather the weights of each pair; decode) and grouped by expert (prefill, training; autograd for dense weights).
+Weights are dense [E, out, in], or packed MXFP4 that is dequantised on use, an expert at a time, and never written.
+Product with the routing weight and the sum over experts in the accumulate dtype, in the order of `ids`, rounded once:
+a token's result does not depend on who else is in the batch beyond the rounding of matrix products. Two forms of the
+same: token-centric (gather the weights of each pair; decode) and grouped by expert (prefill, training).
 Source: spec/k3.md 3.7 steps 6 and 7, spec/kernels.md E.4.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from baltoro.kernels.precision import acc_dtype
 from baltoro.kernels.quant import mxfp4, mxfp8
@@ -43,7 +46,19 @@ class ExpertWeights:
 
     def take(self, ids: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
         """Dense w1, w3, w2 of experts `ids` [B], each [B, out, in] in `dtype`."""
-        return _take(self.w1, ids, dtype), _take(self.w3, ids, dtype), _take(self.w2, ids, dtype)
+        return take(self.w1, ids, dtype), take(self.w3, ids, dtype), take(self.w2, ids, dtype)
+
+    def fake(self) -> ExpertWeights:
+        """Dense weights through MXFP4 fake quantisation; packed ones are quantised already."""
+        w1, w3, w2 = (w if isinstance(w, Packed) else mxfp4.fake(w) for w in (self.w1, self.w3, self.w2))
+        return ExpertWeights(w1, w3, w2)
+
+
+def take(weight: Tensor | Packed, ids: Tensor, dtype: torch.dtype) -> Tensor:
+    """Dense matrices [B, out, in] of experts `ids` [B] in `dtype`."""
+    if isinstance(weight, Packed):
+        return mxfp4.dequantise(weight.packed[ids], weight.scale[ids], dtype)
+    return weight[ids].to(dtype)
 
 
 def expert_product(
@@ -58,19 +73,12 @@ def expert_product(
 ) -> Tensor:
     """z [T, M], ids int64 [T, A], weights [T, A] -> [T, M] in z.dtype.
 
-    fake_weights: dense weights pass through MXFP4 fake quantisation (packed ones are quantised already).
-    fake_activations: the inputs of both products pass through MXFP8 fake quantisation. Gradients are straight-through.
+    fake_weights: dense weights pass through MXFP4 fake quantisation. fake_activations: the inputs of both products pass
+    through MXFP8 fake quantisation. Gradients are straight-through.
     """
     form = gathered if ids.numel() <= MAX_GATHERED_PAIRS else grouped
-    return form(
-        z,
-        ids,
-        weights,
-        experts,
-        activation=activation,
-        fake_weights=fake_weights,
-        fake_activations=fake_activations,
-    )
+    experts = experts.fake() if fake_weights else experts
+    return form(z, ids, weights, experts, activation=activation, fake_activations=fake_activations)
 
 
 def gathered(
@@ -80,20 +88,15 @@ def gathered(
     experts: ExpertWeights,
     *,
     activation: Activation,
-    fake_weights: bool = False,
     fake_activations: bool = False,
 ) -> Tensor:
     """`expert_product` pair by pair: no sort, but each pair reads its expert's weights."""
     w1, w3, w2 = experts.take(ids.flatten(), z.dtype)
-    if fake_weights:
-        w1, w3, w2 = _fake_all((w1, w3, w2), experts)
     pairs = (mxfp8.fake(z) if fake_activations else z).repeat_interleave(ids.shape[1], 0).unsqueeze(-1)
     hidden = activation(w1 @ pairs, w3 @ pairs)
     if fake_activations:
         hidden = mxfp8.fake(hidden.squeeze(-1)).unsqueeze(-1)
-    out = (w2 @ hidden).view(*ids.shape, -1)
-    acc = acc_dtype(z.dtype)
-    return (out.to(acc) * weights.to(acc).unsqueeze(-1)).sum(1).to(z.dtype)
+    return _combine(w2 @ hidden, weights, z)
 
 
 def grouped(
@@ -103,47 +106,79 @@ def grouped(
     experts: ExpertWeights,
     *,
     activation: Activation,
-    fake_weights: bool = False,
     fake_activations: bool = False,
 ) -> Tensor:
-    """`expert_product` expert by expert: tokens sorted by expert, each hit expert's weights read once."""
+    """`expert_product` expert by expert: pairs sorted by expert, each hit expert's weights read once."""
+    order = torch.argsort(ids.flatten(), stable=True)
+    place = torch.empty_like(order).index_copy_(0, order, torch.arange(len(order), device=order.device))
+    hit, counts = torch.unique_consecutive(ids.flatten()[order], return_counts=True)
+    groups = list(zip(hit.tolist(), counts.tolist(), strict=True))
+    pairs = _scatter(mxfp8.fake(z) if fake_activations else z, order, place, ids.shape[1])
+    hidden = activation(_linear(pairs, experts.w1, groups), _linear(pairs, experts.w3, groups))
+    out = _linear(mxfp8.fake(hidden) if fake_activations else hidden, experts.w2, groups)
+    return _combine(_scatter(out, place, order, 1), weights, z)
+
+
+def _combine(out: Tensor, weights: Tensor, z: Tensor) -> Tensor:
+    """Weighted sum over the experts of each token, in the accumulate dtype: out [T * A, M, ...] -> [T, M]."""
     acc = acc_dtype(z.dtype)
-    flat = ids.flatten()
-    order = torch.argsort(flat, stable=True)
-    tokens = order // ids.shape[1]
-    hit, counts = torch.unique_consecutive(flat[order], return_counts=True)
-    rows = torch.split((mxfp8.fake(z) if fake_activations else z)[tokens], counts.tolist())
-    outputs = []
-    for expert, part in zip(_dense_experts(experts, hit, z.dtype, fake_weights), rows, strict=True):
-        w1, w3, w2 = expert
-        hidden = activation(part @ w1.T, part @ w3.T)
-        outputs.append((mxfp8.fake(hidden) if fake_activations else hidden) @ w2.T)
-    weighted = torch.cat(outputs).to(acc) * weights.to(acc).flatten()[order].unsqueeze(-1)
-    return torch.zeros(z.shape, dtype=acc, device=z.device).index_add(0, tokens, weighted).to(z.dtype)
+    return (out.view(*weights.shape, -1).to(acc) * weights.to(acc).unsqueeze(-1)).sum(1).to(z.dtype)
 
 
-def _dense_experts(
-    experts: ExpertWeights, hit: Tensor, dtype: torch.dtype, fake_weights: bool
-) -> Sequence[tuple[Tensor, ...]]:
-    """Dense (w1, w3, w2) of each hit expert, one at a time where they are packed."""
-    columns = []
-    for weight in (experts.w1, experts.w3, experts.w2):
-        if isinstance(weight, Packed):
-            columns.append([_take(weight, e, dtype).squeeze(0) for e in torch.split(hit, 1)])
-            continue
-        # unbind, not indexing: its gradient is one stack instead of a full-size tensor per expert
-        dense = (mxfp4.fake(weight) if fake_weights else weight).to(dtype).unbind(0)
-        columns.append([dense[e] for e in hit.tolist()])
-    return list(zip(*columns, strict=True))
+def _scatter(x: Tensor, order: Tensor, place: Tensor, copies: int) -> Tensor:
+    """x [T, D], each row `copies` times, in the given order: row i is x[order[i] // copies]. `place` undoes `order`."""
+    result: Tensor = _Scatter.apply(x, order, place, copies)  # type: ignore[no-untyped-call]
+    return result
 
 
-def _take(weight: Tensor | Packed, ids: Tensor, dtype: torch.dtype) -> Tensor:
-    if isinstance(weight, Packed):
-        return mxfp4.dequantise(weight.packed[ids], weight.scale[ids], dtype)
-    return weight[ids].to(dtype)
+class _Scatter(torch.autograd.Function):
+    """Its gradient is a gather and a sum over the copies: no atomics, and the same on every run."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor, place: Tensor, copies: int) -> Tensor:
+        ctx.save_for_backward(place)
+        ctx.copies = copies
+        return x.index_select(0, order // copies if copies > 1 else order)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (place,) = ctx.saved_tensors
+        x = grad.index_select(0, place)
+        return (torch.unflatten(x, 0, (-1, ctx.copies)).sum(1) if ctx.copies > 1 else x), None, None, None
 
 
-def _fake_all(dense: tuple[Tensor, Tensor, Tensor], experts: ExpertWeights) -> tuple[Tensor, Tensor, Tensor]:
-    sources = (experts.w1, experts.w3, experts.w2)
-    w1, w3, w2 = (w if isinstance(source, Packed) else mxfp4.fake(w) for w, source in zip(dense, sources, strict=True))
-    return w1, w3, w2
+def _linear(x: Tensor, weight: Tensor | Packed, groups: list[tuple[int, int]]) -> Tensor:
+    """x [P, in], rows in groups (expert, number of rows) -> [P, out]: each group times its expert's matrix."""
+    if isinstance(weight, Tensor):
+        result: Tensor = _GroupedLinear.apply(x, weight.to(x.dtype), groups)  # type: ignore[no-untyped-call]
+        return result
+    parts = torch.split(x, [count for _, count in groups])
+    ids = torch.split(torch.tensor([expert for expert, _ in groups], device=x.device), 1)
+    return torch.cat([part @ take(weight, one, x.dtype)[0].T for part, one in zip(parts, ids, strict=True)])
+
+
+class _GroupedLinear(torch.autograd.Function):
+    """Dense weight [E, out, in]. Written out so that the weight's gradient is one tensor, not one per expert."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, groups: list[tuple[int, int]]) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.groups = groups
+        out, first = x.new_empty(len(x), weight.shape[1]), 0
+        for expert, count in groups:
+            torch.mm(x[first : first + count], weight[expert].T, out=out[first : first + count])
+            first += count
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        d_x, d_weight, first = torch.empty_like(x), torch.zeros_like(weight), 0
+        for expert, count in ctx.groups:
+            rows = slice(first, first + count)
+            torch.mm(grad[rows], weight[expert], out=d_x[rows])
+            torch.mm(grad[rows].T, x[rows], out=d_weight[expert])
+            first += count
+        return d_x, d_weight, None

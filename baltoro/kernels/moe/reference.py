@@ -5,11 +5,12 @@ Source: spec/k3.md 3.6 and 3.7 steps 1-4.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from baltoro.kernels.precision import acc_dtype
 
@@ -55,11 +56,39 @@ def situ_glu(gate: Tensor, up: Tensor, *, beta: float, linear_beta: float | None
 
     In the accumulate dtype, rounded once to gate.dtype. Bounded by beta * linear_beta.
     """
-    acc = acc_dtype(gate.dtype)
-    wide, linear = gate.to(acc), up.to(acc)
-    if linear_beta is not None:
-        linear = linear_beta * torch.tanh(linear / linear_beta)
-    return (beta * torch.tanh(wide / beta) * torch.sigmoid(wide) * linear).to(gate.dtype)
+    result: Tensor = _SituGlu.apply(gate, up, beta, linear_beta)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _SituGlu(torch.autograd.Function):
+    """Written out because autograd would keep twice as many tensors of the experts' widest activation."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor, beta: float, linear_beta: float | None) -> Tensor:
+        acc = acc_dtype(gate.dtype)
+        wide = gate.to(acc)
+        bent, share = torch.tanh(wide / beta), torch.sigmoid(wide)
+        linear = up.to(acc) if linear_beta is None else torch.tanh(up.to(acc) / linear_beta)
+        ctx.save_for_backward(bent, share, linear)
+        ctx.betas, ctx.dtypes = (beta, linear_beta), (gate.dtype, up.dtype)
+        return (bent * share).mul_(linear).mul_(beta * (linear_beta or 1.0)).to(gate.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        bent, share, linear = ctx.saved_tensors
+        beta, linear_beta = ctx.betas
+        grad = grad.to(bent.dtype)
+        # d(beta tanh(x/beta) s) = s (1 - tanh^2) + beta tanh s (1 - s), s = sigmoid(x)
+        slope = torch.addcmul(1 - bent * bent, bent, 1 - share, value=beta).mul_(share)
+        d_gate = slope.mul_(grad).mul_(linear)
+        d_up = (bent * share).mul_(grad)
+        if linear_beta is None:
+            d_up.mul_(beta)
+        else:
+            d_gate.mul_(linear_beta)
+            d_up.addcmul_(d_up * linear, linear, value=-1).mul_(beta)
+        return d_gate.to(ctx.dtypes[0]), d_up.to(ctx.dtypes[1]), None, None
 
 
 def silu_glu(gate: Tensor, up: Tensor) -> Tensor:
