@@ -30,8 +30,20 @@ from baltoro.chat.tokenizer import Tokenizer
 from baltoro.chat.xtml import completion_segments
 
 # Tokens that cross the borders of words, of markers written as text, and of characters.
-MERGES = "res pon se response call arg ument <| |> close <|close think message é 你 k".split()
-TOK = Tokenizer.of_bytes([*map(str.encode, MERGES), b'="', b'">', b'" ', b'key="', b"\xf0\x9f", b"\xf0\x9f\x98"])
+MERGES = [b"res", b"pon", b"se", b"response", b"call", b"arg", b"ument", b"<|", b"|>", b"close", b"<|close", b"k"]
+MERGES += [
+    b"think",
+    b"message",
+    b'="',
+    b'">',
+    b'" ',
+    b'key="',
+    "é".encode(),
+    "你".encode(),
+    b"\xf0\x9f",
+    b"\xf0\x9f\x98",
+]
+TOK = Tokenizer.of_bytes(MERGES)
 O, C, S, END = "<|open|>", "<|close|>", "<|sep|>", "<|end_of_msg|>"  # noqa: E741
 ANSWER = f"{C}think{S}{O}response{S}"
 TAIL = f"{C}message{S}{END}"
