@@ -1,0 +1,1 @@
+"""Expert load: the router's selection bias."""

@@ -1,0 +1,1 @@
+"""Optimizers: per-head Muon, AdamW for the rest, QK-clip."""

@@ -1,0 +1,69 @@
+"""QK-clip: keep MLA's attention logits under tau by shrinking the weights that make them.
+
+In: the largest logit of each head over all micro-batches of a step, gathered by the layers' observers during training
+forwards. Out: rows of q_b (or q) and kv_b scaled in place, after the optimizer's step.
+For head h with largest logit S > tau, gamma = tau / S: q's and k's own rows take sqrt(gamma) each. The key part that
+all heads share cannot be scaled for one head, so the query rows against it take the whole gamma. Every logit of the
+head is then multiplied by gamma exactly.
+Limits: momentum is not rescaled; ranks must take the maximum over each other before `apply` (one process so far).
+KDA has nothing to clip: its q and k have length 1.
+Source: spec/training.md C.7.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from baltoro.model.decoder import K3Model
+from baltoro.model.mla import MLA
+
+
+class QKClip:
+    """Watches the MLA layers of a model. Single writer of `largest`: the observers, until `apply` clears it."""
+
+    def __init__(self, model: K3Model, tau: float | None) -> None:
+        self.tau = tau
+        self.layers = {name: module for name, module in model.named_modules() if isinstance(module, MLA)}
+        self.largest: dict[str, Tensor] = {}
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Forwards within are seen (nothing is watched where tau is None)."""
+        if self.tau is not None:
+            for name, layer in self.layers.items():
+                layer.logit_observer = lambda found, name=name: self._see(name, found)
+        try:
+            yield
+        finally:
+            for layer in self.layers.values():
+                layer.logit_observer = None
+
+    def _see(self, name: str, found: Tensor) -> None:
+        before = self.largest.get(name)
+        self.largest[name] = found if before is None else torch.maximum(before, found)
+
+    @torch.no_grad()
+    def apply(self) -> float:
+        """Clip what went over tau since the last call; returns the largest logit seen (0 if none was)."""
+        top = max((float(found.max()) for found in self.largest.values()), default=0.0)
+        if self.tau is not None and top > self.tau:
+            for name, found in self.largest.items():
+                clip_heads(self.layers[name], torch.clamp(self.tau / found.clamp(min=1e-9), max=1.0))
+        self.largest.clear()
+        return top
+
+
+@torch.no_grad()
+def clip_heads(layer: MLA, gamma: Tensor) -> None:
+    """Multiply every attention logit of head h by gamma[h], gamma [H]; writes q_b (or q) and kv_b in place."""
+    query = layer.q_proj if layer.q_rank is None else layer.q_b_proj
+    q = query.weight.view(layer.num_heads, layer.nope + layer.rope, -1)
+    kv = layer.kv_b_proj.weight.view(layer.num_heads, layer.nope + layer.value, -1)
+    factor = gamma.to(q.dtype).view(-1, 1, 1)
+    q[:, : layer.nope] *= factor.sqrt()
+    q[:, layer.nope :] *= factor
+    kv[:, : layer.nope] *= factor.sqrt()

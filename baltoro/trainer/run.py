@@ -1,0 +1,71 @@
+"""Run: everything of a training run that moves, in one place: model, optimizers, balancer, clip, data, step number.
+
+In: a TrainConfig. Out: an object that `step.py` moves by one optimizer step, and that a checkpoint can hold.
+Invariants: `state()` holds all that decides the next step; training draws no random number after the weights are
+drawn, so there is no generator to save. Single writer: `step.train_step`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from baltoro.model.build import new_model
+from baltoro.model.decoder import K3Model
+from baltoro.trainer.balance.balancer import Balancer
+from baltoro.trainer.config import TrainConfig
+from baltoro.trainer.data import Mixture
+from baltoro.trainer.optim.groups import build_optimizers
+from baltoro.trainer.optim.muon import Muon
+from baltoro.trainer.optim.qk_clip import QKClip
+
+DTYPES = {"float32": torch.float32, "float64": torch.float64}
+
+
+@dataclass(slots=True)
+class Run:
+    """See the module docstring. `step` steps are done; `tokens` tokens were read in them."""
+
+    config: TrainConfig
+    model: K3Model
+    muon: Muon
+    adam: torch.optim.AdamW
+    balancer: Balancer
+    qk_clip: QKClip
+    mixture: Mixture
+    step: int = 0
+    tokens: int = 0
+
+    @staticmethod
+    def create(config: TrainConfig) -> Run:
+        """A run before its first step: weights drawn from the seed, data opened."""
+        names = {name for stage in config.stages for name in stage.mix}
+        unit = max(stage.max_length for stage in config.stages)
+        mixture = Mixture.open(config.data.folder, "train", names, unit_tokens=unit, seed=config.seed)
+        model = new_model(
+            config.model, dtype=DTYPES[config.dtype], device=config.device, seed=config.seed, std=config.init_std
+        )
+        muon, adam = build_optimizers(model, config.optim)
+        balancer = Balancer(model, config.balance)
+        return Run(config, model, muon, adam, balancer, QKClip(model, config.optim.qk_clip), mixture)
+
+    def state(self) -> dict[str, Any]:
+        """Tensors and plain values."""
+        return {
+            "step": self.step,
+            "tokens": self.tokens,
+            "model": self.model.state_dict(),
+            "muon": self.muon.state_dict(),
+            "adam": self.adam.state_dict(),
+            "data": self.mixture.state(),
+        }
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Go on from `state()`."""
+        self.model.load_state_dict(state["model"])
+        self.muon.load_state_dict(state["muon"])
+        self.adam.load_state_dict(state["adam"])
+        self.mixture.load_state(state["data"])
+        self.step, self.tokens = state["step"], state["tokens"]

@@ -1,0 +1,81 @@
+"""TrainSample and MicroBatch: what the trainer accepts, and what one forward sees.
+
+In: ids from a corpus (`data.py`) or a rollout. Out: tensors for `model.context.train_context` and `loss.py`.
+Invariants: a sample is one document piece and becomes one span, so nothing leaks between samples; `targets[t]` is the
+token after `tokens[t]`, or NO_TARGET where there is none (then its weight is 0).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from baltoro.errors import ShapeError
+
+NO_TARGET = -1
+
+
+@dataclass(frozen=True, slots=True)
+class TrainSample:
+    """One piece of one document.
+
+    tokens   int64 [T]; targets int64 [T]; weights float32 [T], how much the prediction of each target counts
+    source   name of the corpus, for the logs
+    """
+
+    tokens: Tensor
+    targets: Tensor
+    weights: Tensor
+    source: str
+
+    def __post_init__(self) -> None:
+        if not self.tokens.shape == self.targets.shape == self.weights.shape:
+            raise ShapeError(
+                f"sample of {tuple(self.tokens.shape)} tokens, {tuple(self.targets.shape)} targets, "
+                f"{tuple(self.weights.shape)} weights"
+            )
+
+    def __len__(self) -> int:
+        return self.tokens.shape[0]
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """Samples laid end to end: T tokens of N spans. `sources` names the corpus of each span."""
+
+    tokens: Tensor
+    targets: Tensor
+    weights: Tensor
+    lengths: tuple[int, ...]
+    sources: tuple[str, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        """T."""
+        return self.tokens.shape[0]
+
+    def to(self, device: torch.device) -> MicroBatch:
+        """The same batch on `device`."""
+        return MicroBatch(
+            self.tokens.to(device), self.targets.to(device), self.weights.to(device), self.lengths, self.sources
+        )
+
+    def ahead(self, distance: int) -> tuple[Tensor, Tensor]:
+        """(targets, weights) `distance` rows further on in the same span; NO_TARGET and 0 past its end."""
+        targets = torch.full_like(self.targets, NO_TARGET)
+        weights = torch.zeros_like(self.weights)
+        first = 0
+        for length in self.lengths:
+            last = first + length
+            if length > distance:
+                targets[first : last - distance] = self.targets[first + distance : last]
+                weights[first : last - distance] = self.weights[first + distance : last]
+            first = last
+        return targets, weights
+
+    def source_rows(self, source: str) -> Tensor:
+        """bool [T], the rows that come from corpus `source`."""
+        flags = torch.tensor([name == source for name in self.sources], device=self.tokens.device)
+        return flags.repeat_interleave(torch.tensor(self.lengths, device=self.tokens.device))
