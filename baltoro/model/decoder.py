@@ -74,6 +74,10 @@ class K3Model(nn.Module):
         """Where the weights are."""
         return self.model.norm.weight.device
 
+    def tensors(self) -> dict[str, Tensor]:
+        """Every parameter and buffer once, by its first name: what a file holds (a shared tensor has one name)."""
+        return {name: tensor.detach() for name, tensor in (*self.named_parameters(), *self.named_buffers())}
+
     def forward(self, ctx: ForwardContext) -> Tensor:
         """Logits [M, X]."""
         hidden = self.hidden(ctx)
