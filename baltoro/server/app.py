@@ -17,7 +17,7 @@ from baltoro.errors import BaltoroError, WorkerLost
 from baltoro.protocol.openai_reply import ModelCard, ModelList
 from baltoro.protocol.sampling import SamplingParams
 from baltoro.protocol.worker import Submit
-from baltoro.server import completions, errors, generate, native
+from baltoro.server import chat, completions, errors, generate, native
 from baltoro.server.client import Worker
 from baltoro.server.config import ServerConfig
 from baltoro.server.health import CONTENT_TYPE, Metrics
@@ -39,8 +39,9 @@ def create_app(config: ServerConfig, worker: Worker, tokenizer: Tokenizer) -> Fa
     async def needs_key(request: Request) -> None:
         check_key(request, config.api_key)
 
-    for part in (_models(service), completions.router(service), generate.router(service), native.router(service)):
-        app.include_router(part, dependencies=[Depends(needs_key)])
+    for module in (chat, completions, generate, native):
+        app.include_router(module.router(service), dependencies=[Depends(needs_key)])
+    app.include_router(_models(service), dependencies=[Depends(needs_key)])
     return app
 
 

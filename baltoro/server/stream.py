@@ -98,11 +98,11 @@ class Counts:
         self.num_output += len(delta.token_ids)
 
 
-def ending_of(delta: TokenDelta, tokenizer: Tokenizer, hold: Holdback, submit: Submit) -> Ending | None:
+def ending_of(delta: TokenDelta, matched: str | None, tokenizer: Tokenizer, submit: Submit) -> Ending | None:
     """The end that a delta tells. The end-of-message id is no stop reason of its own unless it was asked for."""
     if delta.finish_reason is None:
         return None
-    reason = delta.stop_reason if delta.stop_reason is not None else hold.matched
+    reason = delta.stop_reason if delta.stop_reason is not None else matched
     if reason in tokenizer.eos_ids and reason not in submit.params.stop_token_ids:
         reason = None
     return Ending(delta.finish_reason, reason)
@@ -123,12 +123,17 @@ class TextStream:
 
     def push(self, delta: TokenDelta) -> Increment:
         """What `delta` adds. Control ids have no text unless they are structural, or all are to be shown."""
-        tokens, rest, is_last = list(tokens_of(delta)), b"", delta.finish_reason is not None
-        if is_last:
-            tokens, rest = self._hold.finish(tokens, delta.num_trimmed, keeps_stop=self._keeps_stop)
-        else:
-            tokens = [free for token in tokens for free in self._hold.push(token)]
-        hidden = (lambda _: False) if self._shows_special else self._tokenizer.is_special
-        shown = self._tokenizer.decode_bytes(t.id for t in tokens if not hidden(t.id))
-        text = self._utf8.decode(shown + rest, final=is_last)
-        return Increment(text, tokens, ending_of(delta, self._tokenizer, self._hold, self._submit))
+        if delta.finish_reason is None:
+            tokens = [free for token in tokens_of(delta) for free in self._hold.push(token)]
+            return Increment(self._utf8.decode(self._spell(tokens)), tokens)
+        rest = self._hold.finish(delta)
+        ending = ending_of(delta, rest.matched, self._tokenizer, self._submit)
+        if self._keeps_stop:
+            tokens = rest.everything
+            return Increment(self._utf8.decode(self._spell(tokens), final=True), tokens, ending)
+        text = self._utf8.decode(self._spell(rest.whole) + rest.text, final=True)
+        return Increment(text, rest.whole + rest.cut, ending)
+
+    def _spell(self, tokens: list[Token]) -> bytes:
+        hidden = self._tokenizer.is_special
+        return self._tokenizer.decode_bytes(t.id for t in tokens if self._shows_special or not hidden(t.id))

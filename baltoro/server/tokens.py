@@ -44,6 +44,18 @@ def prompt_tokens(submit: Submit, delta: TokenDelta) -> list[Token]:
     return [Token(i, logprob, top or ()) for i, logprob, top in zip(submit.token_ids, logprobs, tops, strict=True)]
 
 
+@dataclass(frozen=True, slots=True)
+class Rest:
+    """The end of an answer: `whole` tokens, then `text`, which is the part before the stop string of the token in which
+    it starts. That token itself is in `cut` if it belongs to the answer's ids. `everything` has the stop in it."""
+
+    everything: list[Token]
+    whole: list[Token]
+    cut: list[Token]
+    text: bytes
+    matched: str | None
+
+
 class Holdback:
     """Lets tokens go once no stop string can begin inside them. Single writer: the stream of one completion."""
 
@@ -53,8 +65,6 @@ class Holdback:
         self._longest = max(map(len, self._stops), default=0)
         self._held: deque[tuple[Token, bytes]] = deque()
         self._text = b""
-        self.matched: str | None = None
-        """The stop string that ended the completion, once it has ended."""
 
     def push(self, token: Token) -> list[Token]:
         """The tokens that are free now, oldest first."""
@@ -63,27 +73,44 @@ class Holdback:
         spelled = self._tokenizer.token_bytes(token.id)
         self._held.append((token, spelled))
         self._text += spelled
-        keep = self._start_of_stop()
+        keep = 0 if self._tokenizer.is_control(token.id) else self._start_of_stop()
         free: list[Token] = []
         while self._held and len(self._text) - len(self._held[0][1]) >= keep:
             self._text = self._text[len(self._held[0][1]) :]
             free.append(self._held.popleft()[0])
         return free
 
-    def finish(self, last: list[Token], num_trimmed: int, *, keeps_stop: bool = False) -> tuple[list[Token], bytes]:
-        """The end, with the tokens of the last delta: (all that is left of the answer, bytes before the stop string).
+    def finish(self, delta: TokenDelta) -> Rest:
+        """The end, told by the last delta.
 
-        `num_trimmed` tokens at the end hold a stop string, or are a stop id; the bytes are those of the first of them.
-        They stay in the answer when it `keeps_stop`.
+        Its `num_trimmed` counts the ids at the end that are not in the answer: a stop id, or those of a stop string;
+        the id in which the string starts may or may not be among them.
         """
-        left = [token for token, _ in self._held] + last
+        left = [token for token, _ in self._held] + list(tokens_of(delta))
         self._held.clear()
-        num_kept = max(0, len(left) - num_trimmed)
-        dropped = self._tokenizer.decode_bytes(token.id for token in left[num_kept:])
-        starts = [(at, stop) for stop in self._stops if (at := dropped.find(stop)) >= 0]
-        at, stop = min(starts, default=(0, None))
-        self.matched = None if stop is None else stop.decode()
-        return (left, b"") if keeps_stop else (left[:num_kept], dropped[:at])
+        kept = left[: max(0, len(left) - delta.num_trimmed)]
+        is_string = delta.finish_reason == "stop" and not isinstance(delta.stop_reason, int)
+        if not is_string or not self._stops:
+            return Rest(left, kept, [], b"", None)
+        return self._cut(left, len(kept))
+
+    def _cut(self, left: list[Token], num_kept: int) -> Rest:
+        """Cut at the first stop string; none reaches over a control id."""
+        controls = [i for i, token in enumerate(left) if self._tokenizer.is_control(token.id)]
+        first = controls[-1] + 1 if controls else 0
+        spelled = [self._tokenizer.token_bytes(token.id) for token in left[first:]]
+        text = b"".join(spelled)
+        starts = [(at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
+        if not starts:
+            return Rest(left, left[:num_kept], [], b"", None)
+        at, stop = min(starts)
+        num_whole = 0
+        while num_whole < len(spelled) and len(spelled[num_whole]) <= at:
+            at -= len(spelled[num_whole])
+            num_whole += 1
+        num_whole += first
+        rest = self._tokenizer.token_bytes(left[num_whole].id)[:at]
+        return Rest(left, left[:num_whole], left[num_whole:num_kept], rest, stop.decode())
 
     def _start_of_stop(self) -> int:
         """Length of the longest end of the text with which a stop string begins."""
