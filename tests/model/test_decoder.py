@@ -37,8 +37,6 @@ CUTS = [(), (1,), (2,), (63,), (64,), (65, 1, 1, 1), (100, 50), (7,) * 30, (149,
 
 
 @pytest.mark.parametrize("cuts", CUTS)
-    "cuts", [(), (1,), (2,), (63,), (64,), (65, 1, 1, 1), (100, 50), (7,) * 30, (149,), (1,) * 160]
-)
 def test_any_cut_gives_the_logits_of_one_pass(model: K3Model, cuts: tuple[int, ...]) -> None:
     tokens = random_tokens(160, model.config.vocab_size)
     got = Harness(model, 1).run(0, tokens, cuts)
