@@ -47,7 +47,7 @@ def load_model(folder: str | Path, *, dtype: torch.dtype | None = None, device: 
     config = config.with_(are_experts_packed=files.is_packed)
     pairs = files.match(config)
     model = K3Model(config, torch_dtype(config.dtype), device)
-    _fill_all(model.state_dict(), config, pairs)
+    _fill_all(model.tensors(), config, pairs)
     return model
 
 
@@ -83,7 +83,7 @@ def save_model(
     `max_shard_bytes`. Errors: ShapeError if the model's parameters are not those of its config.
     """
     config = model.config.with_(dtype=dtype_word(model.dtype))
-    save_params(model.state_dict(), config, folder, max_shard_bytes=max_shard_bytes, metadata=metadata)
+    save_params(model.tensors(), config, folder, max_shard_bytes=max_shard_bytes, metadata=metadata)
 
 
 def save_params(
