@@ -51,7 +51,7 @@ from baltoro.server.service import Service
 from baltoro.server.stream import Counts, run
 from baltoro.server.tokens import logprob_entry
 
-# A body this large is rendered in a thread, so that others do not wait for it.
+# A body this large, or one with a grammar to compile, is prepared in a thread, so that others do not wait for it.
 THREAD_FROM_BYTES = 16 << 10
 
 
@@ -66,7 +66,8 @@ def router(service: Service) -> APIRouter:
         body = parse(ChatRequest, raw)
         service.check_model(body.model)
         service.check_alive()
-        if len(raw) < THREAD_FROM_BYTES:
+        has_grammar = body.response_format is not None or body.tool_choice is not None
+        if len(raw) < THREAD_FROM_BYTES and not has_grammar:
             plan = plan_chat(body, service.config, service.tokenizer)
         else:
             plan = await asyncio.to_thread(plan_chat, body, service.config, service.tokenizer)

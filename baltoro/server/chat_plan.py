@@ -15,6 +15,7 @@ from typing import Any
 
 from PIL import Image
 
+from baltoro.chat.grammar import chat_grammar
 from baltoro.chat.media import PictureConfig, expand_pads, preprocess
 from baltoro.chat.messages import ChatOptions, chat_options
 from baltoro.chat.tokenizer import MEDIA_PAD, OPEN, Tokenizer
@@ -46,12 +47,20 @@ def plan_chat(body: ChatRequest, config: ServerConfig, tokenizer: Tokenizer) -> 
     options = thinking_options(body, config)
     n = num_choices(body, config)
     logprobs = _num_logprobs(body)
-    tool_names = _tool_names(body)
-    choice = _tool_choice(body, tool_names)
+    tools = _tools(body)
+    choice = _tool_choice(body, tools)
     ids, media, num_hidden = _prompt(body, options, choice, config, tokenizer)
     asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     max_tokens = output_room(len(ids), asked, config, prompt_field="messages")
     params = sampling_params(body, config, vocab_size=tokenizer.vocab_size, max_tokens=max_tokens, logprobs=logprobs)
+    grammar = chat_grammar(
+        tokenizer,
+        thinking=options.thinking,
+        response_format=format_dict(body.response_format),
+        tools=tools,
+        tool_choice=choice,
+        is_parallel=body.parallel_tool_calls is not False,
+    )
     reply_id = new_id("chatcmpl")
     return ChatPlan(
         id=reply_id,
@@ -62,10 +71,11 @@ def plan_chat(body: ChatRequest, config: ServerConfig, tokenizer: Tokenizer) -> 
             n=n,
             priority=body.priority or 0,
             media=media,
+            grammar=grammar,
             cache_salt=body.cache_salt or "",
         ),
         is_thinking=options.thinking,
-        has_tools=bool(tool_names) and choice != "none",
+        has_tools=bool(tools) and choice != "none",
         has_logprobs=logprobs is not None,
         num_past_calls=sum(len(message.tool_calls or ()) for message in body.messages),
         num_hidden=num_hidden,
@@ -98,31 +108,32 @@ def _num_logprobs(body: ChatRequest) -> int | None:
     return top or 0
 
 
-def _tool_names(body: ChatRequest) -> list[str]:
-    """Names of all tools, also those that system messages add. Errors: RequestError for a name given twice."""
+def _tools(body: ChatRequest) -> list[dict[str, Any]]:
+    """All tools, also those that system messages add. Errors: RequestError for a name given twice."""
     lists = [("tools", body.tools or [])]
     lists += [(f"messages[{i}].tools", message.tools or []) for i, message in enumerate(body.messages)]
-    names: list[str] = []
+    found: dict[str, dict[str, Any]] = {}
     for field, tools in lists:
         for j, tool in enumerate(tools):
-            if tool["function"]["name"] in names:
+            name = tool["function"]["name"]
+            if name in found:
                 raise RequestError(
-                    f"{field}[{j}]: there is a tool {tool['function']['name']} already; names must differ",
+                    f"{field}[{j}]: there is a tool {name} already; names must differ",
                     param=f"{field}[{j}].function.name",
                 )
-            names.append(tool["function"]["name"])
-    return names
+            found[name] = tool
+    return list(found.values())
 
 
-def _tool_choice(body: ChatRequest, names: Sequence[str]) -> str | dict[str, Any] | None:
+def _tool_choice(body: ChatRequest, tools: Sequence[dict[str, Any]]) -> str | dict[str, Any] | None:
     choice = body.tool_choice
     if isinstance(choice, NamedToolChoice):
-        if choice.function.name not in names:
+        if choice.function.name not in [tool["function"]["name"] for tool in tools]:
             raise RequestError(
                 f"tool_choice names {choice.function.name}, which is not in tools", param="tool_choice.function.name"
             )
         return choice.model_dump()
-    if choice == "required" and not names:
+    if choice == "required" and not tools:
         raise RequestError("tool_choice is required, but there are no tools", param="tool_choice")
     return choice
 

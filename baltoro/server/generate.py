@@ -9,6 +9,7 @@ Source: SGLang's native API.
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from typing import Any
 import msgspec
 from fastapi import APIRouter, Request, Response
 
+from baltoro.chat.grammar import json_grammar
 from baltoro.errors import RequestError
 from baltoro.protocol import sse
 from baltoro.protocol.openai_reply import to_json
@@ -130,11 +132,8 @@ class Job:
 
     def _submit(self, ids: tuple[int, ...], rid: str) -> Submit:
         body, asked = self._body, self._body.sampling_params
-        if asked.regex or asked.ebnf or asked.json_schema:
-            raise RequestError(
-                "grammars are not supported here; use response_format of /v1/chat/completions",
-                param="sampling_params",
-            )
+        if asked.regex or asked.ebnf:
+            raise RequestError("regex and ebnf are not supported; use json_schema", param="sampling_params")
         room = output_room(len(ids), None, self._service.config, prompt_field="text" if body.text else "input_ids")
         max_tokens = min(asked.max_new_tokens, room)
         shared = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
@@ -157,6 +156,7 @@ class Job:
             params=params,
             n=self._n,
             priority=body.priority,
+            grammar=_grammar(asked.json_schema),
             cache_salt=body.extra_key,
         )
 
@@ -225,6 +225,18 @@ class Job:
     def _triple(self, token: int, logprob: float | None) -> list[Any]:
         text = spell(self._service.tokenizer, token)[0] if self._body.return_text_in_logprobs else None
         return [logprob, token, text]
+
+
+def _grammar(schema: str | None) -> str | None:
+    """The grammar of `sampling_params.json_schema`, which is JSON text."""
+    if schema is None:
+        return None
+    try:
+        return json_grammar(json.loads(schema))
+    except (json.JSONDecodeError, AttributeError, TypeError) as error:
+        raise RequestError(
+            f"json_schema must be the text of a JSON object: {error}", param="sampling_params.json_schema"
+        ) from error
 
 
 def _prompts(body: GenerateBody, service: Service) -> tuple[list[tuple[int, ...]], bool]:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
+from baltoro.chat.grammar import Grammars
 from baltoro.chat.tokenizer import Tokenizer
 from baltoro.protocol.openai import ChatRequest, parse
 from baltoro.server.chat_plan import plan_chat
@@ -297,6 +298,46 @@ async def test_options_are_shown_to_the_model(lab: Lab) -> None:
     lab.say("a" + END)
     await lab.post(PATH, HI | {"tools": [TOOL], "tool_choice": "required"})
     assert '"name":"get_weather"' in prompt_text(lab) and "You MUST call tools" in prompt_text(lab)
+
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
+
+
+@pytest.mark.parametrize(
+    ("fields", "good", "bad"),
+    [
+        ({"response_format": {"type": "json_object"}}, '{"b": [1]}', "[1]"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}}, '{"a": 5}', '{"b'),
+        ({"tools": [TOOL], "tool_choice": "required"}, None, "hello"),
+    ],
+)
+async def test_a_format_goes_to_the_engine_as_a_grammar(
+    lab: Lab, fields: dict[str, Any], good: str | None, bad: str
+) -> None:
+    lab.say("a" + END)
+    await lab.post(PATH, HI | fields)
+    assert lab.submit.grammar is not None
+
+    def takes(text: str) -> bool:
+        mask = Grammars(lab.tokenizer).mask(lab.submit.grammar or "")
+        for token in lab.tokenizer.encode(text, allow_special=True):
+            if not mask.allowed()[token // 8] >> token % 8 & 1:
+                return False
+            mask.push(token)
+        return True
+
+    start = "some thought<|close|>think<|sep|><|open|>response<|sep|>"
+    assert takes(start + (good + END if good else CALLS.split("Looking.")[1]))
+    assert not takes(start + bad)
+    await lab.post(PATH, HI)
+    assert lab.submit.grammar is None
+
+
+async def test_a_schema_that_cannot_be_enforced_is_refused(lab: Lab) -> None:
+    schema = {"type": "object", "properties": {"a": {"$ref": "#/nowhere"}}}
+    body = HI | {"response_format": {"type": "json_schema", "json_schema": {"schema": schema}}}
+    status, error = await lab.error(PATH, body)
+    assert (status, error["param"]) == (400, "response_format.json_schema.schema")
 
 
 def data_url(width: int = 30, height: int = 20) -> str:
