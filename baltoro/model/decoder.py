@@ -64,6 +64,7 @@ class K3Model(nn.Module):
             self.lm_head = Linear(config.hidden_size, config.vocab_size, dtype=dtype, device=device)
         if config.is_mtp_shared:
             for layer in self.model.layers[config.num_layers :]:
+                assert isinstance(layer, MTPLayer)
                 layer.embed_tokens, layer.shared_head.head = self.model.embed_tokens, self.lm_head
         if config.vision is not None:
             self.vision_tower = VisionTower(config.vision, dtype=dtype, device=device)
@@ -75,8 +76,11 @@ class K3Model(nn.Module):
         return self.model.norm.weight.device
 
     def tensors(self) -> dict[str, Tensor]:
-        """Every parameter and buffer once, by its first name: what a file holds (a shared tensor has one name)."""
-        return {name: tensor.detach() for name, tensor in (*self.named_parameters(), *self.named_buffers())}
+        """Every parameter and buffer by name, shared ones under the model's own name only: what a file holds."""
+        names = ("embed_tokens.weight", "shared_head.head.weight")
+        mtp = range(self.config.num_layers, self.config.num_layers + self.config.num_mtp_layers)
+        again = {f"model.layers.{i}.{name}" for i in mtp for name in names} if self.config.is_mtp_shared else set()
+        return {name: tensor for name, tensor in self.state_dict().items() if name not in again}
 
     def forward(self, ctx: ForwardContext) -> Tensor:
         """Logits [M, X]."""

@@ -28,10 +28,12 @@ class KDA(nn.Module):
         self.num_heads, self.head_dim = config.kda_num_heads, config.kda_head_dim
         self.lower_bound = config.gate_lower_bound
         width, hidden, acc = config.kda_width, config.hidden_size, acc_dtype(dtype)
-        for name in ("q_proj", "k_proj", "v_proj"):
-            self.add_module(name, Linear(hidden, width, dtype=dtype, device=device))
-        for name in ("q_conv1d", "k_conv1d", "v_conv1d"):
-            self.add_module(name, WeightOnly(width, 1, config.conv_size, dtype=acc, device=device))
+        self.q_proj = Linear(hidden, width, dtype=dtype, device=device)
+        self.k_proj = Linear(hidden, width, dtype=dtype, device=device)
+        self.v_proj = Linear(hidden, width, dtype=dtype, device=device)
+        self.q_conv1d = WeightOnly(width, 1, config.conv_size, dtype=acc, device=device)
+        self.k_conv1d = WeightOnly(width, 1, config.conv_size, dtype=acc, device=device)
+        self.v_conv1d = WeightOnly(width, 1, config.conv_size, dtype=acc, device=device)
         self.f_a_proj = Linear(hidden, self.head_dim, dtype=dtype, device=device)
         self.f_b_proj = Linear(self.head_dim, width, dtype=dtype, device=device)
         self.b_proj = Linear(hidden, self.num_heads, dtype=dtype, device=device)

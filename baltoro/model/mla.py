@@ -54,7 +54,7 @@ class MLA(nn.Module):
     def forward(self, x: Tensor, ctx: ForwardContext) -> Tensor:
         q = self.q_proj(x) if self.q_rank is None else self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
         q = q.view(-1, self.num_heads, self.nope + self.rope)
-        latent, shared = self.kv_a_proj_with_mqa(x).split([self.latent, self.rope], dim=-1)
+        latent, shared = torch.split(self.kv_a_proj_with_mqa(x), [self.latent, self.rope], dim=-1)
         rows = torch.cat([self.kv_a_layernorm(latent), shared], dim=-1)
         out = self._attend(q, rows, ctx).flatten(1)
         if self.has_gate:
@@ -77,9 +77,9 @@ class MLA(nn.Module):
 
     def _expanded(self, q: Tensor, rows: Tensor, spans: Spans, ctx: ForwardContext) -> Tensor:
         """Ordinary attention on keys and values expanded from the rows of all tokens that the spans see."""
-        latent, shared = rows.split([self.latent, self.rope], dim=-1)
+        latent, shared = torch.split(rows, [self.latent, self.rope], dim=-1)
         expanded = self.kv_b_proj(latent).view(-1, self.num_heads, self.nope + self.value)
-        key_part, value = expanded.split([self.nope, self.value], dim=-1)
+        key_part, value = torch.split(expanded, [self.nope, self.value], dim=-1)
         key = torch.cat([key_part, shared.unsqueeze(1).expand(-1, self.num_heads, -1)], dim=-1)
         if self.logit_observer is not None and ctx.is_training:
             self.logit_observer(max_logits(q.detach(), key.detach(), spans, self.scale))
@@ -89,8 +89,8 @@ class MLA(nn.Module):
     def _absorbed(self, q: Tensor, kv: Tensor, cache: CacheMap, ctx: ForwardContext) -> Tensor:
         """Decode rows against the paged latent rows: kv_b goes into the query and into the output."""
         weight = self.kv_b_proj.weight.view(self.num_heads, self.nope + self.value, self.latent)
-        up_key, up_value = weight.split([self.nope, self.value], dim=1)
-        q_nope, q_shared = q.split([self.nope, self.rope], dim=-1)
+        up_key, up_value = torch.split(weight, [self.nope, self.value], dim=1)
+        q_nope, q_shared = torch.split(q, [self.nope, self.rope], dim=-1)
         # [H, N, Dn] x [H, Dn, R]: one small product per head
         q_latent = torch.bmm(q_nope.transpose(0, 1), up_key).transpose(0, 1)
         table = cache.page_table[: ctx.num_decodes]

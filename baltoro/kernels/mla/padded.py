@@ -28,8 +28,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, spans: Spans, scale: float, out_d
         v = F.pad(v, (0, q.shape[-1] - width))
     rows, outputs = [], []
     for places, is_real in buckets(spans):
-        batch = (x[places].transpose(1, 2) for x in (q, k, v))
-        out = F.scaled_dot_product_attention(*batch, is_causal=True, scale=scale).transpose(1, 2)
+        queries, keys, values = (x[places].transpose(1, 2) for x in (q, k, v))
+        out = F.scaled_dot_product_attention(queries, keys, values, is_causal=True, scale=scale).transpose(1, 2)
         rows.append(places[is_real])
         outputs.append(out[is_real])
     order = torch.argsort(torch.cat(rows))
