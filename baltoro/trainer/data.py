@@ -55,7 +55,7 @@ class Reader:
         rest = int(self._lengths[unit]) - cursor.taken
         if self.corpus.entry.is_divisible:
             length = min(rest, max_length, room)
-            if length < min(rest, SHORTEST_PIECE):
+            if length < min(rest, max_length, SHORTEST_PIECE):
                 return None
         else:
             length = rest

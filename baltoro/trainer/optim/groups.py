@@ -28,8 +28,12 @@ from baltoro.trainer.optim.muon import Muon
 
 KDA_BY_HEAD = ("q_proj", "k_proj", "v_proj", "f_b_proj", "g_proj", "g_b_proj")
 MLA_BY_HEAD = ("q_proj", "q_b_proj", "kv_b_proj", "g_proj")
-ADAM_MATRICES = ("embed_tokens", "lm_head", "shared_head.head", "patch_embed")
-NO_DECAY = ("b_proj", "_res_proj", "conv1d", "pos_emb")
+# by the name of the module that owns the weight, whole
+ADAM_DECAYED = ("embed_tokens", "lm_head", "head", "proj")  # `proj`: the tower's patch embedding
+ADAM_PLAIN = (
+    "b_proj", "q_conv1d", "k_conv1d", "v_conv1d", "pos_emb",
+    "self_attention_res_proj", "mlp_res_proj", "output_attn_res_proj",
+)  # fmt: skip
 
 
 def muon_blocks(model: K3Model) -> dict[str, int]:
@@ -43,12 +47,15 @@ def muon_blocks(model: K3Model) -> dict[str, int]:
             by_head |= {f"{path}.{name}": model.config.num_experts for name in ("w1", "w2", "w3")}
     blocks = {}
     for name, parameter in model.named_parameters():
-        if not parameter.requires_grad or parameter.dim() < 2:
-            continue
-        if any(part in name for part in (*ADAM_MATRICES, *NO_DECAY)):
+        if not parameter.requires_grad or parameter.dim() < 2 or _owner(name) in (*ADAM_DECAYED, *ADAM_PLAIN):
             continue
         blocks[name] = by_head.get(name) or _vision_blocks(name, model.config)
     return blocks
+
+
+def _owner(name: str) -> str:
+    """The last module name on the path of a parameter."""
+    return name.split(".")[-2]
 
 
 def _vision_blocks(name: str, config: K3Config) -> int:
@@ -67,7 +74,7 @@ def build_optimizers(model: K3Model, optim: OptimConfig) -> tuple[Muon, torch.op
             continue
         if name in blocks:
             stacks[blocks[name], tuple(parameter.shape)].append(parameter)
-        elif parameter.dim() >= 2 and not any(part in name for part in NO_DECAY):
+        elif parameter.dim() >= 2 and _owner(name) not in ADAM_PLAIN:
             decayed.append(parameter)
         else:
             plain.append(parameter)
