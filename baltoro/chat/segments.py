@@ -37,6 +37,11 @@ class Segment(NamedTuple):
     allow_special: bool
 
 
+def escape(value: str) -> str:
+    """An attribute value as it stands between its quotes."""
+    return value.replace("&", "&amp;").replace('"', "&quot;")
+
+
 class Writer:
     """Collects the segments and pictures of one prompt. Single writer: the call that made it."""
 
@@ -59,7 +64,7 @@ class Writer:
         for key, value in attributes.items():
             self.text(f" {key}")
             self.text('="')
-            self.text(value.replace("&", "&amp;").replace('"', "&quot;"))
+            self.text(escape(value))
             self.text('"')
         self.control(SEP)
 

@@ -35,14 +35,14 @@ def check_stops(stops: Sequence[str]) -> tuple[str, ...]:
 
 def cut_at_stop(text: str, stops: Sequence[str]) -> str:
     """`text` up to where the stop string starts that is complete first; all of it if there is none."""
-    place = _first(text, stops)
-    return text if place is None else text[:place]
+    found = first_stop(text, stops)
+    return text if found is None else text[: found[0]]
 
 
-def _first(text: AnyStr, stops: Sequence[AnyStr]) -> int | None:
-    """Where the stop starts that ends first in `text`."""
-    found = [(place + len(stop), place) for stop in stops if (place := text.find(stop)) >= 0]
-    return min(found)[1] if found else None
+def first_stop(text: AnyStr, stops: Sequence[AnyStr]) -> tuple[int, AnyStr] | None:
+    """(place, stop string) of the one that is complete first in `text`, of several such the longest."""
+    found = [(place + len(stop), place, stop) for stop in stops if (place := text.find(stop)) >= 0]
+    return min(found)[1:] if found else None
 
 
 class TextStopRule:
@@ -72,8 +72,8 @@ class TextStopRule:
         piece = self._tokenizer.token_bytes(token)
         self._tail += piece
         self._sizes.append(len(piece))
-        if (place := _first(self._tail, self._stops)) is not None:
-            num_trimmed = self._num_after(place)
+        if (found := first_stop(self._tail, self._stops)) is not None:
+            num_trimmed = self._num_after(found[0])
             self._forget()
             return num_trimmed
         self._shorten()
