@@ -2,7 +2,7 @@
 
     expert(z) = w2 activation(w1 z, w3 z)
 
-Weights are dense [E, out, in], or packed MXFP4 that is dequantised on use, an expert at a time, and never written.
+Weights are dense [E, out, in], or packed MXFP4 that is dequantised on use, a few experts at a time, and never written.
 Product with the routing weight and the sum over experts in the accumulate dtype, in the order of `ids`, rounded once:
 a token's result does not depend on who else is in the batch beyond the rounding of matrix products. Two forms of the
 same: token-centric (gather the weights of each pair; decode) and grouped by expert (prefill, training).
@@ -26,6 +26,8 @@ Activation = Callable[[Tensor, Tensor], Tensor]
 
 # Up to this many (token, expert) pairs the weights are gathered per pair; beyond, experts are visited once each.
 MAX_GATHERED_PAIRS = 32
+# Packed weights are dequantised as many experts at a time as fit into this many elements, at least one.
+DEQUANTISE_AT_ONCE = 1 << 22
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,9 +155,13 @@ def _linear(x: Tensor, weight: Tensor | Packed, groups: list[tuple[int, int]]) -
     if isinstance(weight, Tensor):
         result: Tensor = _GroupedLinear.apply(x, weight.to(x.dtype), groups)  # type: ignore[no-untyped-call]
         return result
-    parts = torch.split(x, [count for _, count in groups])
-    ids = torch.split(torch.tensor([expert for expert, _ in groups], device=x.device), 1)
-    return torch.cat([part @ take(weight, one, x.dtype)[0].T for part, one in zip(parts, ids, strict=True)])
+    at_once = max(1, DEQUANTISE_AT_ONCE // (weight.packed[0].numel() * 2))
+    parts, outputs = torch.split(x, [count for _, count in groups]), []
+    for first in range(0, len(groups), at_once):
+        ids = torch.tensor([expert for expert, _ in groups[first : first + at_once]], device=x.device)
+        matrices = take(weight, ids, x.dtype)
+        outputs += [part @ matrix.T for part, matrix in zip(parts[first : first + at_once], matrices, strict=True)]
+    return torch.cat(outputs)
 
 
 class _GroupedLinear(torch.autograd.Function):

@@ -5,6 +5,7 @@ Source: spec/k3.md 3.6 and 3.7 steps 1-4.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import torch
@@ -13,6 +14,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from baltoro.kernels.precision import acc_dtype
+
+CPU_TILE = 1 << 15  # elements
 
 
 def route(
@@ -61,34 +64,55 @@ def situ_glu(gate: Tensor, up: Tensor, *, beta: float, linear_beta: float | None
 
 
 class _SituGlu(torch.autograd.Function):
-    """Written out because autograd would keep twice as many tensors of the experts' widest activation."""
+    """Written out to keep nothing but its inputs: it works on the experts' widest activation. Inputs of one shape.
+
+    On a CPU it goes tile by tile, so that what lies between stays in cache.
+    """
 
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor, beta: float, linear_beta: float | None) -> Tensor:
-        acc = acc_dtype(gate.dtype)
-        wide = gate.to(acc)
-        bent, share = torch.tanh(wide / beta), torch.sigmoid(wide)
-        linear = up.to(acc) if linear_beta is None else torch.tanh(up.to(acc) / linear_beta)
-        ctx.save_for_backward(bent, share, linear)
-        ctx.betas, ctx.dtypes = (beta, linear_beta), (gate.dtype, up.dtype)
-        return (bent * share).mul_(linear).mul_(beta * (linear_beta or 1.0)).to(gate.dtype)
+        gate, up = gate.contiguous(), up.contiguous()
+        ctx.save_for_backward(gate, up)
+        ctx.betas = beta, linear_beta
+        out = torch.empty_like(gate)
+        for into, gate_tile, up_tile in _tiles(out, gate, up):
+            bent, share, linear = _situ_parts(gate_tile, up_tile, beta, linear_beta)
+            into.copy_(bent.mul_(share).mul_(linear).mul_(beta * (linear_beta or 1.0)))
+        return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        bent, share, linear = ctx.saved_tensors
+        gate, up = ctx.saved_tensors
         beta, linear_beta = ctx.betas
-        grad = grad.to(bent.dtype)
-        # d(beta tanh(x/beta) s) = s (1 - tanh^2) + beta tanh s (1 - s), s = sigmoid(x)
-        slope = torch.addcmul(1 - bent * bent, bent, 1 - share, value=beta).mul_(share)
-        d_gate = slope.mul_(grad).mul_(linear)
-        d_up = (bent * share).mul_(grad)
-        if linear_beta is None:
-            d_up.mul_(beta)
-        else:
-            d_gate.mul_(linear_beta)
-            d_up.addcmul_(d_up * linear, linear, value=-1).mul_(beta)
-        return d_gate.to(ctx.dtypes[0]), d_up.to(ctx.dtypes[1]), None, None
+        d_gate, d_up = torch.empty_like(gate), torch.empty_like(up)
+        for into_gate, into_up, grad_tile, gate_tile, up_tile in _tiles(d_gate, d_up, grad.contiguous(), gate, up):
+            bent, share, linear = _situ_parts(gate_tile, up_tile, beta, linear_beta)
+            both = bent * share
+            outer = both * grad_tile.mul(beta)
+            # d(tanh(x/beta) beta s) = s (1 - tanh^2) + beta tanh s (1 - s), s = sigmoid(x)
+            slope = torch.addcmul(share, both, bent, value=-1).add_(both.mul_(1 - share), alpha=beta)
+            slope.mul_(linear).mul_(grad_tile)
+            if linear_beta is not None:
+                slope.mul_(linear_beta)
+                outer.addcmul_(outer * linear, linear, value=-1)
+            into_gate.copy_(slope)
+            into_up.copy_(outer)
+        return d_gate, d_up, None, None
+
+
+def _situ_parts(gate: Tensor, up: Tensor, beta: float, linear_beta: float | None) -> tuple[Tensor, Tensor, Tensor]:
+    """tanh(gate/beta), sigmoid(gate), tanh(up/linear_beta) or up, in the accumulate dtype."""
+    acc = acc_dtype(gate.dtype)
+    wide, linear = gate.to(acc), up.to(acc)
+    linear = linear if linear_beta is None else (linear / linear_beta).tanh_()
+    return (wide / beta).tanh_(), torch.sigmoid(wide), linear
+
+
+def _tiles(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Contiguous tensors of one shape, flattened, in pieces of CPU_TILE elements; elsewhere as one piece."""
+    size = CPU_TILE if tensors[0].device.type == "cpu" else max(1, tensors[0].numel())
+    return zip(*(torch.split(x.view(-1), size) for x in tensors), strict=True)
 
 
 def silu_glu(gate: Tensor, up: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ No element exceeds 448, so nothing saturates. A block of zeros gets byte 0. Sour
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -27,16 +28,22 @@ def quantise(x: Tensor) -> tuple[Tensor, Tensor]:
     amax = blocks.abs().amax(-1)
     fraction, exponent = torch.frexp(amax)  # amax = fraction * 2^exponent with fraction in [0.5, 1)
     power = exponent - MAX_EXPONENT + (fraction > MAX_FRACTION).int()
-    byte = torch.where(amax == 0, 0, (power + BIAS).clamp(0, 254))
-    elements = torch.ldexp(blocks, (BIAS - byte).unsqueeze(-1)).to(torch.float8_e4m3fn)
+    byte = (power + BIAS).clamp_(0, 254).masked_fill_(amax == 0, 0)
+    elements = (blocks * scale_values(2 * BIAS - byte, blocks.dtype).unsqueeze(-1)).to(torch.float8_e4m3fn)
     return elements.flatten(-2), byte.to(torch.uint8)
 
 
 def dequantise(elements: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """elements float8_e4m3fn [..., C], scale uint8 [..., C/32] -> [..., C] in `dtype`."""
     acc = acc_dtype(dtype)
-    blocks = torch.unflatten(elements.to(acc), -1, (-1, BLOCK))
-    return (blocks * scale_values(scale, acc).unsqueeze(-1)).flatten(-2).to(dtype)
+    table = _element_table(acc, elements.device)  # a look-up: the conversion is several times slower on a CPU
+    values = table.index_select(0, elements.flatten().view(torch.uint8).int()).view(*scale.shape, BLOCK)
+    return values.mul_(scale_values(scale, acc).unsqueeze(-1)).flatten(-2).to(dtype)
+
+
+@cache
+def _element_table(dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.arange(256, dtype=torch.uint8, device=device).view(torch.float8_e4m3fn).to(dtype)
 
 
 def fake(x: Tensor) -> Tensor:
