@@ -205,8 +205,8 @@ class StreamParser:
         if tag == "call":
             self._close_call()
             self._place = Place.CALL if is_opening else Place.TOOLS
-            if is_opening and attributes.get("tool"):
-                self._begin_call(attributes["tool"])
+            if is_opening and (name := attributes.get("tool", "").strip()):
+                self._begin_call(name)
         elif is_opening and self._place is Place.CALL:
             self._place = Place.ARGUMENT if tag == "argument" else Place.JSON
             key = attributes.get("key")

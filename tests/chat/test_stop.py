@@ -78,7 +78,7 @@ def test_empty_stops_are_refused_and_no_stops_never_stop() -> None:
 stops = st.lists(st.text("ab你", min_size=1, max_size=4), max_size=3)
 
 
-@settings(max_examples=200)
+@settings(max_examples=200, deadline=None)
 @given(
     st.lists(st.integers(0, TOK.num_base - 1).filter(lambda i: set(TOK.token_bytes(i)) <= set("ab你好".encode()))),
     stops,
@@ -101,7 +101,7 @@ def test_the_rule_stops_where_the_text_first_holds_a_stop(ids: list[int], stops:
             break
 
 
-@settings(max_examples=200)
+@settings(max_examples=200, deadline=None)
 @given(st.text("abc", max_size=20), st.lists(st.text("abc", min_size=1, max_size=4), max_size=3), st.data())
 def test_pieces_put_together_equal_the_text_cut_at_the_stop(text: str, stops: list[str], data: st.DataObject) -> None:
     cutter, shown, rest = StopCutter(stops), "", text

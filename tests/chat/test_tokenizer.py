@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import regex
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baltoro.chat.tokenizer import (
@@ -45,6 +45,7 @@ def test_text_survives_encode_and_decode(text: str) -> None:
     assert TOK.decode(TOK.encode(text)) == text
 
 
+@settings(deadline=None)
 @given(st.text())
 def test_any_text_survives_and_never_becomes_control_ids(text: str) -> None:
     ids = TOK.encode(text)
@@ -117,6 +118,7 @@ def test_long_runs_encode_in_bounded_time() -> None:
         assert TOK.decode(TOK.encode(text)) == text
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, TOK.vocab_size - 1), max_size=30), st.data())
 def test_pieces_put_together_equal_the_whole(ids: list[int], data: st.DataObject) -> None:
     decoder = IncrementalDecoder(TOK)
