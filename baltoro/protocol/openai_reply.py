@@ -14,7 +14,9 @@ from typing import Any, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
-ChatFinish = Literal["stop", "length", "tool_calls", "content_filter"]
+# OpenAI's, and abort: somebody ended the request from outside.
+TextFinish = Literal["stop", "length", "abort", "error"]
+ChatFinish = Literal["stop", "length", "tool_calls", "content_filter", "abort", "error"]
 
 
 class PromptDetails(msgspec.Struct, frozen=True):
@@ -166,7 +168,7 @@ class TextChoice(msgspec.Struct, frozen=True, kw_only=True):
     index: int
     text: str
     logprobs: TextLogprobs | None = None
-    finish_reason: Literal["stop", "length"] | None = None
+    finish_reason: TextFinish | None = None
     stop_reason: int | str | UnsetType = UNSET
 
 

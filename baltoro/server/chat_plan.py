@@ -164,12 +164,15 @@ def _prompt(
 
 
 def _media(images: Sequence[Image.Image], config: ServerConfig) -> tuple[MediaItem, ...]:
-    if images and not config.has_vision:
+    if not images:
+        return ()
+    size = config.patch_size
+    if size is None:
         raise RequestError("this model reads no pictures; send text", param="messages")
     if len(images) > config.max_images:
         raise RequestError(f"{len(images)} pictures; send at most {config.max_images}", param="messages")
-    pictures = [preprocess(image, PictureConfig(patch_size=config.patch_size)) for image in images]
-    return tuple(MediaItem(p.pixels.tobytes(), p.grid, config.patch_size) for p in pictures)
+    pictures = [preprocess(image, PictureConfig(patch_size=size)) for image in images]
+    return tuple(MediaItem(p.pixels.tobytes(), p.grid, size) for p in pictures)
 
 
 def message_dicts(messages: Sequence[Message]) -> list[dict[str, Any]]:

@@ -15,6 +15,7 @@ class ServerConfig:
 
     `max_context_tokens` bounds prompt plus answer; `default_max_tokens` is what /v1/completions and /generate use when
     a request names no limit (chat may use the whole context). `default_effort` None shows the model no effort.
+    `patch_size` is the side of a patch of the vision tower; None: the model reads no pictures.
     """
 
     model_name: str
@@ -27,7 +28,6 @@ class ServerConfig:
     default_max_tokens: int = 256
     default_effort: str | None = None
     is_thinking: bool = True
-    has_vision: bool = False
-    patch_size: int = 14
+    patch_size: int | None = None
     call_timeout_s: float = 30.0
     default_sampling: Mapping[str, float] = field(default_factory=dict)

@@ -75,7 +75,7 @@ def router(service: Service) -> APIRouter:
         facts = {
             "model": config.model_name,
             "max_model_len": config.max_context_tokens,
-            "has_vision": config.has_vision,
+            "has_vision": config.patch_size is not None,
         }
         return json_reply({**facts, "vocab_size": service.tokenizer.vocab_size, **info.get("model", {})})
 

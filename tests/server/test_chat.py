@@ -352,7 +352,7 @@ def with_picture(url: str) -> dict[str, Any]:
 
 
 async def test_a_picture_becomes_patches_and_pads(make_lab: MakeLab) -> None:
-    lab = await make_lab(has_vision=True, patch_size=6)
+    lab = await make_lab(patch_size=6)
     lab.say("a" + END)
     await lab.post(PATH, with_picture(data_url()))
     [item] = lab.submit.media
