@@ -316,7 +316,7 @@ json_values = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
     max_leaves=6,
 )
-names = st.text(min_size=1, max_size=8)
+names = st.text(min_size=1, max_size=8).filter(lambda name: name == name.strip())
 calls = st.lists(st.tuples(names, st.dictionaries(st.text(max_size=6), json_values, max_size=4)), max_size=3)
 
 
