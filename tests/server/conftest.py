@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from fastapi import FastAPI
 
 from baltoro.chat.tokenizer import Tokenizer
 from baltoro.protocol import sse
@@ -31,9 +32,9 @@ class Lab:
 
     engine: FakeEngine
     worker: WorkerClient
+    app: FastAPI
     http: httpx.AsyncClient
     tokenizer: Tokenizer
-    replies: list[Reply] = field(default_factory=list)
 
     def say(self, text: str, *, per_step: int = 1, is_ended: bool = True, **fields: Any) -> list[int]:
         """The engine will answer with `text` (control names count), and end of message unless told otherwise."""
@@ -96,9 +97,10 @@ async def make_lab(tmp_path: Path) -> AsyncIterator[MakeLab]:
             engine.start()
             stack.callback(engine.close)
             await worker.ready()
-            transport = httpx.ASGITransport(create_app(config, worker, TOKENIZER), raise_app_exceptions=False)
+            app = create_app(config, worker, TOKENIZER)
+            transport = httpx.ASGITransport(app, raise_app_exceptions=False)
             http = await stack.enter_async_context(httpx.AsyncClient(transport=transport, base_url="http://lab"))
-            return Lab(engine, worker, http, TOKENIZER)
+            return Lab(engine, worker, app, http, TOKENIZER)
 
         yield make
 

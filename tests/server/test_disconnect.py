@@ -4,28 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
 from collections.abc import AsyncIterator
 
 import pytest
-import uvicorn
 
-from baltoro.server.app import create_app
-from baltoro.server.config import ServerConfig
-from tests.server.conftest import TOKENIZER, Lab
+from tests.server.conftest import Lab
+from tests.server.live import listening
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 
 
 @pytest.fixture
 async def port(lab: Lab) -> AsyncIterator[int]:
-    app = create_app(ServerConfig(model_name="tiny", max_context_tokens=4096), lab.worker, TOKENIZER)
-    server = uvicorn.Server(uvicorn.Config(app, log_level="error", lifespan="off"))
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        task = asyncio.create_task(server.serve(sockets=[listener]))
-        yield listener.getsockname()[1]
-        server.should_exit = True
-        await task
+    async with listening(lab.app) as port:
+        yield port
 
 
 async def connect(port: int, path: str, body: dict[str, object]) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
