@@ -192,6 +192,13 @@ def test_a_tensor_that_does_not_fit_is_named(tmp_path: Path, edit: Edit, message
     assert f"`baltoro inspect {tmp_path}`" in str(caught.value)
 
 
+def test_packed_bytes_of_another_dtype_are_named(tmp_path: Path) -> None:
+    name = EXPERT + "_packed"
+    edited(tmp_path, lambda t: t.update({name: t[name].float()}), tiny_k3(are_experts_packed=True))
+    with pytest.raises(WeightsError, match=rf"1 of a wrong dtype: {name} \(F32 in the file, uint8 by the config\)"):
+        load_model(tmp_path)
+
+
 def test_nothing_is_written_before_everything_fits(tmp_path: Path) -> None:
     edited(tmp_path, lambda tensors: tensors.pop(NORM))
     model = new_model(tiny_k3(), seed=1)
@@ -253,6 +260,11 @@ def test_a_file_that_shrinks_while_it_is_read_is_noticed(tmp_path: Path) -> None
 
 
 # ---- several files --------------------------------------------------------------------------------------------------
+def other_file(index: dict[str, Any]) -> str:
+    """A file of the index that does not hold NORM."""
+    return next(file for file in index["weight_map"].values() if file != index["weight_map"][NORM])
+
+
 def break_index(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
     index = json.loads((folder / INDEX_NAME).read_text())
     change(index)
@@ -284,6 +296,7 @@ def test_a_tensor_larger_than_a_file_has_one_of_its_own(tmp_path: Path) -> None:
         (lambda index: index.pop("weight_map"), "has no weight_map"),
         (lambda index: index["weight_map"].update(ghost="model-00001-of-00003.safetensors"), "no file holds: ghost"),
         (lambda index: index["weight_map"].pop(NORM), f"holds {NORM}, which .* does not look for there"),
+        (lambda index: index["weight_map"].update({NORM: other_file(index)}), f"holds {NORM}, which .* does not look"),
         (lambda index: index["weight_map"].update({NORM: "gone.safetensors"}), "gone.safetensors is named by .* fetch"),
         (lambda index: index["weight_map"].update({NORM: "../x.safetensors"}), f"{NORM} lies in '../x.safetensors'"),
     ],
@@ -343,6 +356,30 @@ def test_a_save_that_fails_leaves_the_old_model(
     monkeypatch.undo()
     assert {p.name for p in tmp_path.iterdir()} == before
     assert_equal(load_model(tmp_path).state_dict(), old.state_dict())
+
+
+def test_a_crash_between_two_names_leaves_a_folder_that_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved(tmp_path, max_shard_bytes=1_000_000)
+    renamed = []
+    replace = Path.replace
+
+    def crashes(self: Path, target: Path) -> Path:
+        if target.suffix == ".safetensors":
+            renamed.append(target)
+            if len(renamed) == 2:
+                raise KeyboardInterrupt
+        return replace(self, target)
+
+    monkeypatch.setattr(Path, "replace", crashes)
+    with pytest.raises(KeyboardInterrupt):
+        save_model(new_model(tiny_k3(), seed=2), tmp_path, max_shard_bytes=1_000_000)
+    monkeypatch.undo()
+    with pytest.raises(WeightsError, match=f"neither {SINGLE_NAME} nor {INDEX_NAME}"):
+        load_model(tmp_path)
+    save_model(new_model(tiny_k3(), seed=2), tmp_path, max_shard_bytes=1_000_000)
+    load_model(tmp_path)
 
 
 def test_a_writer_left_early_leaves_nothing(tmp_path: Path) -> None:
