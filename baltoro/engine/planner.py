@@ -106,7 +106,7 @@ def _pages(config: EngineConfig, layout: ArenaLayout, memory: int, num_slots: in
     fits = memory // layout.page_bytes - 2  # the sink, and the page that the border cuts
     if fits < 1:
         raise ConfigError(
-            f"no KV page of {layout.page_bytes} bytes fits beside {num_slots} state slots of {layout.slot_bytes} bytes: "
+            f"no KV page of {layout.page_bytes} bytes fits beside {num_slots} state slots of {layout.slot_bytes}: "
             "raise memory_bytes, or lower num_slots or page_size"
         )
     return min(useful, fits)

@@ -1,0 +1,197 @@
+"""One process: inbox, engine, outbox. The engine's end of the Worker contract.
+
+In: messages of `protocol.worker` from a server, whose ROUTER socket this end connects a DEALER to. Out: Hello when the
+model is loaded, Deltas after each step, an Ack for each call, and Dying when it ends by an error, loading included.
+Invariants: a bad request is answered and hurts no other; the inbox is read between any two steps, so an abort waits for
+one step at most; a drain finishes what was accepted and refuses the rest; books are audited whenever it falls idle.
+Not here: starting and watching the process (`cli`); stop rules and masks, which `cli` brings along from `chat`.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Collection
+from contextlib import ExitStack
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any, Self
+
+import msgspec
+import torch
+import zmq
+
+from baltoro.config import environment
+from baltoro.engine.config import EngineConfig
+from baltoro.engine.engine import Engine, Masks, StopRules, load_engine
+from baltoro.errors import BaltoroError, CapacityError, ConfigError, InvariantError
+from baltoro.observe import log, logger
+from baltoro.protocol.completion import TokenDelta
+from baltoro.protocol.worker import (
+    Abort,
+    Ack,
+    Deltas,
+    Dying,
+    Flush,
+    FromEngine,
+    Hello,
+    Query,
+    Shutdown,
+    Submit,
+    ToEngine,
+)
+
+IDLE_MS = 1000
+"""How long an idle worker waits for a message before it looks whether its parent still lives."""
+LINGER_MS = 2000
+"""How long the last messages may take to leave after the end."""
+
+
+def run_worker(
+    model_dir: str | Path,
+    config: EngineConfig,
+    address: str,
+    *,
+    eos_ids: Collection[int] | None = None,
+    stop_rules: StopRules | None = None,
+    masks: Masks | None = None,
+) -> None:
+    """Load the model and serve on `address` until told to leave, or until the parent process is gone.
+
+    SIGTERM drains. Errors: whatever stopped the engine, after the server was told.
+    """
+    _set_threads()
+
+    def build() -> Engine:
+        return load_engine(model_dir, config, eos_ids=eos_ids, stop_rules=stop_rules, masks=masks)
+
+    serve(address, build)
+
+
+def serve(address: str, build: Callable[[], Engine]) -> None:
+    """Connect, build the engine, work until the end."""
+    with ExitStack() as stack:
+        context = stack.enter_context(zmq.Context())
+        socket = stack.enter_context(context.socket(zmq.DEALER))
+        socket.setsockopt(zmq.LINGER, LINGER_MS)
+        socket.setsockopt(zmq.SNDHWM, 0)
+        socket.setsockopt(zmq.RCVHWM, 0)
+        socket.connect(address)
+        outbox = stack.enter_context(_Outbox(socket))
+        worker = Worker(socket, outbox, build())
+        stack.callback(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, worker.on_signal))
+        worker.work()
+
+
+class _Outbox:
+    """Sends messages; on the way out of an error, the reason as the last one."""
+
+    def __init__(self, socket: zmq.Socket[bytes]) -> None:
+        self._socket = socket
+        self._encoder = msgspec.msgpack.Encoder()
+
+    def send(self, message: FromEngine) -> None:
+        self._socket.send(self._encoder.encode(message))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is not None:
+            self.send(Dying(f"{kind.__name__}: {error}"))
+
+
+class Worker:
+    """Drives one engine from a socket. Single writer: its own loop."""
+
+    def __init__(self, socket: zmq.Socket[bytes], outbox: _Outbox, engine: Engine) -> None:
+        self._socket, self._outbox, self._engine = socket, outbox, engine
+        self._decoder: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
+        self._is_leaving = False
+        self._is_audited = True
+        self._parent = os.getppid()
+        self._logger = logger("engine")
+
+    def on_signal(self, signum: int, frame: FrameType | None) -> None:
+        """SIGTERM: finish what runs, then leave."""
+        self._is_leaving = True
+
+    def work(self) -> None:
+        """The loop. Returns when told to leave and done, or when the parent is gone."""
+        info: dict[str, Any] = self._engine.describe()
+        log(self._logger, "engine ready", **info)
+        self._outbox.send(Hello(info=info))
+        while not (self._is_leaving and not self._engine.has_work):
+            if os.getppid() != self._parent:
+                log(self._logger, "the parent process is gone")
+                return
+            self._read_all()
+            if self._engine.has_work:
+                self._is_audited = False
+                deltas = self._engine.step()
+                if deltas:
+                    self._outbox.send(Deltas(tuple(deltas)))
+        log(self._logger, "engine leaves", stats=self._engine.stats())
+
+    def _read_all(self) -> None:
+        """Handle every message that is here; without work, wait for one."""
+        if not self._engine.has_work and not self._socket.poll(IDLE_MS if self._is_audited else 0):
+            if not self._is_audited:
+                self._engine.audit()
+                self._is_audited = True
+            return
+        while self._socket.poll(0):
+            try:
+                message = self._decoder.decode(self._socket.recv())
+            except msgspec.DecodeError as error:
+                raise InvariantError(f"the server sent what this version cannot read: {error}") from error
+            self._handle(message)
+
+    def _handle(self, message: ToEngine) -> None:
+        match message:
+            case Submit():
+                self._submit(message)
+            case Abort(request_id):
+                self._engine.abort(request_id)
+            case Flush(call_id):
+                self._engine.flush()
+                self._outbox.send(Ack(call_id=call_id))
+            case Query(call_id):
+                self._outbox.send(Ack(call_id=call_id, info=self._engine.stats()))
+            case Shutdown(is_draining):
+                self._is_leaving = True
+                if not is_draining:
+                    self._engine.abort()
+
+    def _submit(self, submit: Submit) -> None:
+        try:
+            if self._is_leaving:
+                raise CapacityError("this server is shutting down: send the request to another one")
+            self._engine.add(submit)
+        except InvariantError:
+            raise
+        except BaltoroError as error:
+            self._outbox.send(Deltas(tuple(_refusal(submit, index, error) for index in range(max(1, submit.n)))))
+
+
+def _refusal(submit: Submit, index: int, error: BaltoroError) -> TokenDelta:
+    """The only delta of a completion that was not accepted."""
+    return TokenDelta(
+        request_id=submit.request_id,
+        index=index,
+        finish_reason="error",
+        num_prompt_tokens=len(submit.token_ids),
+        error=str(error),
+        error_status=error.status,
+    )
+
+
+def _set_threads() -> None:
+    """Torch threads: what BALTORO_THREADS says, else the cores this process may use."""
+    wanted = environment("BALTORO_THREADS") or str(len(os.sched_getaffinity(0)))
+    if not wanted.isdigit() or int(wanted) < 1:
+        raise ConfigError(f"BALTORO_THREADS {wanted!r} must be a positive number")
+    torch.set_num_threads(int(wanted))
+
