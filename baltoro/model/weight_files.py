@@ -104,6 +104,11 @@ class WeightFiles:
         return sorted(pairs, key=lambda pair: (pair[1].path, pair[1].begin))
 
 
+def has_weights(folder: Path) -> bool:
+    """Whether `WeightFiles.open` would find something."""
+    return (folder / INDEX_NAME).is_file() or (folder / SINGLE_NAME).is_file()
+
+
 def read_weight_map(index_path: Path) -> dict[str, str]:
     """Published name -> file name. Errors: WeightsError if this is no index."""
     try:
