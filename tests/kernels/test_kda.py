@@ -275,3 +275,15 @@ def test_gate_of_bfloat16_is_float32_and_checks_shapes() -> None:
     assert log_decay(raw, torch.zeros(H), torch.zeros(H, K), lower_bound=-5.0).dtype == torch.float32
     with pytest.raises(ShapeError):
         log_decay(raw, torch.zeros(K), torch.zeros(H, K), lower_bound=-5.0)
+
+
+def test_heads_worked_on_in_groups_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = Inputs(*(t.requires_grad_() for t in inputs(100, 2)))
+    spans = Spans.build([30, 70], [40, 0])
+    results = []
+    for size in (1, 2 * 4, 1000):  # 4 chunks: one, two, all heads at a time
+        monkeypatch.setattr("baltoro.kernels.kda.chunk.CPU_GROUP", size)
+        outputs = run(x, spans)
+        results.append((*outputs, *torch.autograd.grad(outputs, x, [torch.ones_like(t) for t in outputs])))
+    close(results[1], results[0], 1e-13)
+    close(results[2], results[0], 1e-13)

@@ -244,3 +244,20 @@ def test_bfloat16_is_summed_in_float32_and_rounded_once(form: Callable[..., Tens
     wide = ExpertWeights(*(w.float() for w in (rounded.w1, rounded.w3, rounded.w2)))
     expected = naive(z.bfloat16().float(), ids, weights, wide)
     assert (y.float() - expected).abs().max() < 0.02 * expected.abs().max()
+
+
+def test_packed_experts_dequantised_in_several_batches_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    z, ids, weights, experts = problem(40)
+    whole = grouped(z, ids, weights, packed(experts), activation=situ)
+    for at_once in (1, 2 * M * F):
+        monkeypatch.setattr("baltoro.kernels.moe.experts.DEQUANTISE_AT_ONCE", at_once)
+        assert torch.equal(grouped(z, ids, weights, packed(experts), activation=situ), whole)
+
+
+def test_situ_in_several_tiles_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    gate, up = (torch.randn(7, 5, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    seed = torch.randn(7, 5, dtype=torch.float64)
+    whole = torch.autograd.grad(situ(gate, up), (gate, up), seed)
+    monkeypatch.setattr("baltoro.kernels.moe.reference.CPU_TILE", 8)
+    torch.testing.assert_close(situ(gate, up), 100 * torch.tanh(gate / 4) * torch.sigmoid(gate) * torch.tanh(up / 25))
+    torch.testing.assert_close(torch.autograd.grad(situ(gate, up), (gate, up), seed), whole, atol=1e-15, rtol=0)
