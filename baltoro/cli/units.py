@@ -19,7 +19,8 @@ def parse_bytes(text: str) -> int:
     unit = 1 << (10 * "KMGT".index(letter) + 10) if found[3] else DECIMAL[letter]
     whole, _, fraction = found[1].replace("_", "").partition(".")
     # in integers: a float has 53 bits, and 1560860324864.5 units need more
-    return int(whole) * unit + int(fraction or 0) * unit // 10 ** len(fraction)
+    tenths: int = 10 ** len(fraction)
+    return int(whole) * unit + int(fraction or 0) * unit // tenths
 
 
 def format_bytes(count: int) -> str:

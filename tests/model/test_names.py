@@ -112,6 +112,30 @@ def test_mtp_layers_have_their_own_embedding_and_head_and_no_residual_mix() -> N
     assert by_name(config).keys() - by_name(tiny_k3()).keys() == {at + name for name in names}
 
 
+def test_ranks_share_parameters_by_head_row_and_expert() -> None:
+    config = tiny_k3(are_experts_packed=True, num_mtp_layers=1)
+    expected = {
+        ("heads", 3): "q_proj k_proj v_proj q_conv1d k_conv1d v_conv1d f_b_proj b_proj A_log dt_bias g_proj",
+        ("head_cols", 3): "o_proj",
+        ("heads", 5): "q_b_proj kv_b_proj g_proj",
+        ("head_cols", 5): "o_proj",
+        ("rows", None): "embed_tokens lm_head head gate_proj up_proj",
+        ("cols", None): "down_proj",
+        ("expert", None): "w1_packed w1_scale w2_packed w2_scale w3_packed w3_scale",
+    }
+    found: dict[tuple[str, int | None], set[str]] = {}
+    for spec in param_specs(config):
+        if spec.rule != "replicated":
+            name = spec.param.removesuffix(".weight").rpartition(".")[2]
+            found.setdefault((spec.rule, spec.num_heads), set()).add(name)
+    assert found == {rule: set(names.split()) for rule, names in expected.items()}
+    low_rank = [spec for spec in param_specs(tiny_kimi_linear()) if ".g_" in spec.param]
+    assert {spec.param.split(".")[-2]: spec.rule for spec in low_rank} == {
+        "g_a_proj": "replicated",
+        "g_b_proj": "heads",
+    }
+
+
 def test_an_unknown_dtype_is_named() -> None:
     with pytest.raises(ConfigError, match="'int8' is not one of bfloat16"):
         list(param_specs(tiny_k3(dtype="int8")))
