@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import socket
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -79,12 +81,11 @@ def serve(
 
         baltoro serve /data/k3 --host 0.0.0.0 --memory 64GiB --max-running 256 --max-context 131072
     """
-    start = time.monotonic()
     from baltoro.chat.messages import check_effort
     from baltoro.cli.box import find_model
+    from baltoro.cli.engine_process import EngineProcess, LogOptions
     from baltoro.cli.options import bind, default_sampling, read_key, size_bytes, vision_patch_size
     from baltoro.engine.config import EngineConfig
-    from baltoro.cli.serving import Launch, serve_until_stopped
     from baltoro.server.config import ServerConfig
 
     folder = find_model(model)
@@ -110,21 +111,22 @@ def serve(
         patch_size=vision_patch_size(folder),
     )
     listener = bind(host, port)
+    tell = partial(_tell_ready, host, listener, time.monotonic())
+    with EngineProcess(folder, engine, LogOptions(log_level, log_json)) as process:
+        from baltoro.cli.serving import serve_until_stopped  # seconds of imports, while the engine loads
+
+        code = serve_until_stopped(process, server, listener, tell, drain_s=drain)
+    sys.exit(code)
+
+
+def _tell_ready(host: str, listener: socket.socket, start: float, config: ServerConfig) -> None:
+    """Print that clients may come, and how."""
     address = f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{listener.getsockname()[1]}"
-
-    def ready(config: ServerConfig) -> None:
-        print(_ready_text(config, address, time.monotonic() - start), flush=True)
-
-    launch = Launch(folder, engine, server, log_level, log_json, drain)
-    sys.exit(serve_until_stopped(launch, listener, ready))
-
-
-def _ready_text(config: ServerConfig, address: str, seconds: float) -> str:
-    """What is printed when clients may come."""
     key = "" if config.api_key is None else " -H 'Authorization: Bearer KEY'"
     body = f'{{"model": "{config.model_name}", "stream": true, "messages": [{{"role": "user", "content": "Hello"}}]}}'
-    return (
-        f"{READY} {config.model_name} at {address} after {seconds:.1f} s "
+    print(
+        f"{READY} {config.model_name} at {address} after {time.monotonic() - start:.1f} s "
         f"(context {config.max_context_tokens} tokens; API under /v1, pages under /docs). Try:\n"
-        f"  curl -N {address}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '{body}'"
+        f"  curl -N {address}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '{body}'",
+        flush=True,
     )
