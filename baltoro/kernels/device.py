@@ -22,6 +22,7 @@ class Machine:
     num_units     streaming multiprocessors, or the threads torch may use on a CPU
     memory_bytes  of the device; 0 where torch cannot tell (CPU)
     has_triton    whether the triton package is installed
+    has_fla       whether flash-linear-attention is installed
     """
 
     kind: str
@@ -30,16 +31,20 @@ class Machine:
     num_units: int
     memory_bytes: int
     has_triton: bool
+    has_fla: bool
 
 
 @cache
 def machine(kind: str, index: int = 0) -> Machine:
     """Describe device `kind:index`. A CUDA device that is absent is described as one that can do nothing special."""
     has_triton = find_spec("triton") is not None
+    has_fla = has_triton and find_spec("fla") is not None
     if kind != "cuda":
-        return Machine(kind, torch.backends.cpu.get_cpu_capability(), None, torch.get_num_threads(), 0, has_triton)
+        return Machine(
+            kind, torch.backends.cpu.get_cpu_capability(), None, torch.get_num_threads(), 0, has_triton, has_fla
+        )
     if not torch.cuda.is_available() or index >= torch.cuda.device_count():
-        return Machine(kind, "no such device here", None, 0, 0, has_triton)
+        return Machine(kind, "no such device here", None, 0, 0, has_triton, has_fla)
     facts = torch.cuda.get_device_properties(index)
     return Machine(
         kind,
@@ -48,4 +53,5 @@ def machine(kind: str, index: int = 0) -> Machine:
         facts.multi_processor_count,
         facts.total_memory,
         has_triton,
+        has_fla,
     )

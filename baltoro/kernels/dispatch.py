@@ -18,10 +18,11 @@ from baltoro.errors import InvariantError
 from baltoro.kernels.attnres import reference as attnres
 from baltoro.kernels.conv import reference as conv
 from baltoro.kernels.device import Machine, machine
-from baltoro.kernels.kda import chunk, gate
+from baltoro.kernels.kda import chunk, fla, gate
 from baltoro.kernels.kda import reference as kda
+from baltoro.kernels.mla import padded
 from baltoro.kernels.mla import reference as mla
-from baltoro.kernels.moe import experts
+from baltoro.kernels.moe import device_grouped, experts
 from baltoro.kernels.moe import reference as moe
 from baltoro.kernels.norm import reference as norm
 
@@ -75,6 +76,15 @@ ANY = ("cpu", "cuda")
 PLAIN = "plain torch; the only implementation so far"
 CHUNKS = "plain torch, vectorised over chunks and heads; the only implementation so far"
 FORMS = "plain torch; gathers per pair for few tokens, groups by expert for many; the only implementation so far"
+FLA = "flash-linear-attention's chunk kernels, forward and backward, for bf16; other dtypes take the reference"
+PADDED = "the framework's fused attention on padded groups of like length; spans with a past take the reference"
+GROUPED = "grouped matrix products, no word to the host, for bf16 dense experts; packed ones take the reference"
+
+
+def is_hopper(here: Machine) -> bool:
+    """Grouped matrix products of the framework need compute capability 9.0."""
+    return here.capability is not None and here.capability >= (9, 0)
+
 
 # First fitting row wins. The reference row of an operation is its last.
 TABLE: tuple[Row, ...] = (
@@ -84,14 +94,17 @@ TABLE: tuple[Row, ...] = (
     Row("conv", ANY, "reference", conv.short_conv, PLAIN),
     Row("conv_step", ANY, "reference", conv.short_conv_step, PLAIN),
     Row("kda_gate", ANY, "reference", gate.log_decay, PLAIN),
+    Row("kda_chunk", ("cuda",), "fla", fla.chunked, FLA, lambda here: here.has_fla),
     Row("kda_chunk", ANY, "reference", chunk.chunked, CHUNKS),
     Row("kda_step", ANY, "reference", kda.step, PLAIN),
+    Row("mla_attend", ANY, "padded", padded.attend, PADDED),
     Row("mla_attend", ANY, "reference", mla.attend, PLAIN),
     Row("mla_attend_absorbed", ANY, "reference", mla.attend_absorbed, PLAIN),
     Row("attnres_mix", ANY, "reference", attnres.mix, PLAIN),
     Row("route", ANY, "reference", moe.route, PLAIN),
     Row("situ_glu", ANY, "reference", moe.situ_glu, PLAIN),
     Row("silu_glu", ANY, "reference", moe.silu_glu, PLAIN),
+    Row("expert_product", ("cuda",), "device grouped", device_grouped.expert_product, GROUPED, is_hopper),
     Row("expert_product", ANY, "reference", experts.expert_product, FORMS),
 )
 

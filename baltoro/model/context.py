@@ -141,7 +141,9 @@ def _places(rows: Tensor, page_size: int) -> tuple[Tensor, Tensor]:
     return rows // page_size, rows % page_size
 
 
-def train_context(tokens: Tensor, lengths: tuple[int, ...], *, fake_quant: FakeQuant | None = None) -> ForwardContext:
+def train_context(
+    tokens: Tensor, lengths: tuple[int, ...], *, fake_quant: FakeQuant | None = None, media: Media | None = None
+) -> ForwardContext:
     """The context of a packed training batch: documents of `lengths` tokens, no cache, logits everywhere."""
     spans = Spans.build(lengths, device=tokens.device)
-    return ForwardContext(tokens, spans, fake_quant=fake_quant or FakeQuant(), is_training=True)
+    return ForwardContext(tokens, spans, media=media, fake_quant=fake_quant or FakeQuant(), is_training=True)

@@ -57,7 +57,7 @@ class KDA(nn.Module):
             raw, self.A_log, self.dt_bias.view(self.num_heads, self.head_dim), lower_bound=self.lower_bound
         )
         beta = torch.sigmoid(self.b_proj(x).to(decay.dtype))
-        out = self._recur(l2_norm(q), l2_norm(k), v.to(decay.dtype), decay, beta, ctx)
+        out = self._recur(l2_norm(q), l2_norm(k), v, decay, beta, ctx)
         gate = self.g_proj(x) if self.is_gate_full_rank else self.g_b_proj(self.g_a_proj(x))
         out = ctx.kernels.gated_rms_norm(out, gate.view(heads), self.o_norm.weight, self.o_norm.eps, x.dtype)
         return self.o_proj(out.flatten(1))  # type: ignore[no-any-return]
@@ -81,9 +81,11 @@ class KDA(nn.Module):
 
     def _recur(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, ctx: ForwardContext) -> Tensor:
         """The delta rule over all spans: [T, H, V] in the accumulate dtype."""
-        scale = self.head_dim**-0.5
+        scale, is_bounded = self.head_dim**-0.5, self.lower_bound is not None
         if ctx.cache is None:
-            return ctx.kernels.kda_chunk(q, k, v, g, beta, spans=ctx.spans, state=None, scale=scale)[0]
+            return ctx.kernels.kda_chunk(
+                q, k, v, g, beta, spans=ctx.spans, state=None, scale=scale, is_bounded=is_bounded
+            )[0]
         split, state = ctx.num_decodes, ctx.cache.views.recurrent[self.index]
         parts = []
         if split:
@@ -92,7 +94,9 @@ class KDA(nn.Module):
         if len(ctx.prefill):
             rows = (t[split:] for t in (q, k, v, g, beta))
             before = _entering(state, ctx.cache, ctx)
-            out, after = ctx.kernels.kda_chunk(*rows, spans=ctx.prefill, state=before, scale=scale)
+            out, after = ctx.kernels.kda_chunk(
+                *rows, spans=ctx.prefill, state=before, scale=scale, is_bounded=is_bounded
+            )
             state[ctx.cache.slots[split:]] = after.to(state.dtype)
             parts.append(out)
         return torch.cat(parts)

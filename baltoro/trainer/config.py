@@ -103,7 +103,8 @@ class TrainConfig:
     steps: int
     seed: int = 1
     device: str = "cpu"
-    dtype: Literal["float32", "float64"] = "float32"  # of weights, activations and optimizer state
+    # of weights, activations and optimizer state; bfloat16 computes on a copy and keeps float32 masters
+    dtype: Literal["float32", "float64", "bfloat16"] = "float32"
     threads: int | None = None  # torch threads; None: leave torch's choice
     init_std: float = 0.02
     batch: BatchConfig = field(default_factory=BatchConfig)

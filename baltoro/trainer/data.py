@@ -11,7 +11,7 @@ Invariants: same seed, stages and cursor: same samples. Only `take` moves the cu
 from __future__ import annotations
 
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from baltoro.errors import ConfigError
 from baltoro.trainer.config import StageConfig
 from baltoro.trainer.corpus import Corpus, Split, open_corpus, read_manifest
+from baltoro.trainer.pictures import Pictures, open_pictures
 from baltoro.trainer.sample import TrainSample
 
 # A shorter rest of a batch is left empty rather than filled with a piece of prose that has almost no context.
@@ -40,8 +41,11 @@ class Cursor:
 class Reader:
     """One corpus in its order. Single writer of `cursor`: `take` and `Mixture.load_state`."""
 
-    def __init__(self, corpus: Corpus, *, unit_tokens: int, seed: int) -> None:
+    def __init__(self, corpus: Corpus, *, unit_tokens: int, seed: int, pictures: Pictures | None = None) -> None:
+        if pictures is not None and corpus.entry.is_divisible:
+            raise ConfigError(f"corpus {corpus.entry.name} has pictures, so its documents may not be cut")
         self.corpus = corpus
+        self.pictures = pictures
         self.cursor = Cursor()
         self._seed = seed
         self._documents, self._starts, self._lengths = _units(corpus, unit_tokens)
@@ -62,7 +66,10 @@ class Reader:
             if length > room:
                 return None
         start = int(self._starts[unit]) + cursor.taken
-        sample = _cut(self.corpus, int(self._documents[unit]), start, length)
+        document = int(self._documents[unit])
+        sample = _cut(self.corpus, document, start, length)
+        if self.pictures is not None:
+            sample = replace(sample, pictures=self.pictures.of(document))
         self.cursor = self._after(length, rest)
         return sample
 
@@ -96,7 +103,8 @@ class Mixture:
         readers = {}
         for name in sorted(names):
             corpus = open_corpus(folder, manifest.entry(name, split))
-            readers[name] = Reader(corpus, unit_tokens=unit_tokens, seed=seed)
+            pictures = open_pictures(folder, name, split)
+            readers[name] = Reader(corpus, unit_tokens=unit_tokens, seed=seed, pictures=pictures)
         return Mixture(readers)
 
     def take(self, stage: StageConfig, room: int) -> TrainSample | None:

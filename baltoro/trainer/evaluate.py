@@ -29,7 +29,7 @@ def evaluate(run: Run) -> dict[str, float]:
         batches, losses, tokens = [], [], 0
         while tokens < config.eval.tokens:
             batch = fill(mixture, alone, config.batch.micro_tokens).to(torch.device(config.device))
-            losses.append(objective(run.model, batch, fake_quant(stage))[0])
+            losses.append(objective(run.worker, batch, fake_quant(stage))[0])
             batches.append(batch)
             tokens += batch.num_tokens
         found[name] = mean_losses(batches, losses)[0]

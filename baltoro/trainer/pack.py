@@ -25,6 +25,7 @@ def pack(samples: Sequence[TrainSample]) -> MicroBatch:
         torch.cat([s.weights for s in samples]),
         tuple(len(s) for s in samples),
         tuple(s.source for s in samples),
+        tuple(s.pictures for s in samples if s.pictures is not None),
     )
 
 

@@ -34,9 +34,7 @@ class Pictures:
         return found
 
 
-def write_pictures(
-    folder: Path, name: str, split: Split, pixels: NDArray[np.uint8], counts: Sequence[int]
-) -> None:
+def write_pictures(folder: Path, name: str, split: Split, pixels: NDArray[np.uint8], counts: Sequence[int]) -> None:
     """`counts`: pictures of each document. Errors: ConfigError where they do not add up to the pictures."""
     if sum(counts) != len(pixels):
         raise ConfigError(f"corpus {name} has {len(pixels)} pictures, its documents count {sum(counts)}")
@@ -56,7 +54,9 @@ def open_pictures(folder: Path, name: str, split: Split) -> Pictures | None:
     return Pictures(pixels, offsets)
 
 
-def patches(pixels: NDArray[np.uint8], *, patch: int = 14) -> tuple[NDArray[np.float32], tuple[tuple[int, int, int], ...]]:
+def patches(
+    pixels: NDArray[np.uint8], *, patch: int = 14
+) -> tuple[NDArray[np.float32], tuple[tuple[int, int, int], ...]]:
     """(float32 [sum t*h*w, 3, patch, patch] in [-1, 1], grids) of grey pictures [n, height, width]."""
     count, height, width = pixels.shape
     rows, columns = height // patch, width // patch

@@ -1,6 +1,8 @@
 """Run: everything of a training run that moves, in one place: model, optimizers, balancer, clip, data, step number.
 
 In: a TrainConfig. Out: an object that `step.py` moves by one optimizer step, and that a checkpoint can hold.
+A bfloat16 run computes on a bf16 copy of the model (`worker`) and moves float32 masters (`model`); otherwise the two
+are one object.
 Invariants: `state()` holds all that decides the next step; training draws no random number after the weights are
 drawn, so there is no generator to save. Single writer: `step.train_step`.
 """
@@ -21,7 +23,7 @@ from baltoro.trainer.optim.groups import build_optimizers
 from baltoro.trainer.optim.muon import Muon
 from baltoro.trainer.optim.qk_clip import QKClip
 
-DTYPES = {"float32": torch.float32, "float64": torch.float64}
+MASTER_DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.float32}
 
 
 @dataclass(slots=True)
@@ -30,6 +32,7 @@ class Run:
 
     config: TrainConfig
     model: K3Model
+    worker: K3Model
     muon: Muon
     adam: torch.optim.AdamW
     balancer: Balancer
@@ -45,11 +48,35 @@ class Run:
         unit = max(stage.max_length for stage in config.stages)
         mixture = Mixture.open(config.data.folder, "train", names, unit_tokens=unit, seed=config.seed)
         model = new_model(
-            config.model, dtype=DTYPES[config.dtype], device=config.device, seed=config.seed, std=config.init_std
+            config.model, dtype=MASTER_DTYPES[config.dtype], device=config.device, seed=config.seed, std=config.init_std
         )
         muon, adam = build_optimizers(model, config.optim)
-        balancer = Balancer(model, config.balance)
-        return Run(config, model, muon, adam, balancer, QKClip(model, config.optim.qk_clip), mixture)
+        worker = model
+        if config.dtype == "bfloat16":
+            worker = K3Model(config.model, torch.bfloat16, config.device)
+        balancer = Balancer(model, config.balance, watched=worker)
+        run = Run(
+            config, model, worker, muon, adam, balancer, QKClip(model, config.optim.qk_clip, watched=worker), mixture
+        )
+        run.publish()
+        return run
+
+    def collect_gradients(self) -> None:
+        """Hand the worker's gradients to the masters."""
+        if self.worker is self.model:
+            return
+        for master, copy in zip(self.model.parameters(), self.worker.parameters(), strict=True):
+            if copy.grad is not None:
+                master.grad = copy.grad.to(master.dtype)
+                copy.grad = None
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """Round the masters into the worker, after a step or a load."""
+        if self.worker is self.model:
+            return
+        for master, copy in zip(self.model.parameters(), self.worker.parameters(), strict=True):
+            copy.copy_(master)
 
     def state(self) -> dict[str, Any]:
         """Tensors and plain values."""
@@ -69,3 +96,4 @@ class Run:
         self.adam.load_state_dict(state["adam"])
         self.mixture.load_state(state["data"])
         self.step, self.tokens = state["step"], state["tokens"]
+        self.publish()

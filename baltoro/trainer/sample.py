@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from baltoro.errors import ShapeError
@@ -23,12 +25,14 @@ class TrainSample:
 
     tokens   int64 [T]; targets int64 [T]; weights float32 [T], how much the prediction of each target counts
     source   name of the corpus, for the logs
+    pictures uint8 [n, height, width], grey, in the order of their media pads; None: none
     """
 
     tokens: Tensor
     targets: Tensor
     weights: Tensor
     source: str
+    pictures: NDArray[np.uint8] | None = None
 
     def __post_init__(self) -> None:
         if not self.tokens.shape == self.targets.shape == self.weights.shape:
@@ -43,13 +47,14 @@ class TrainSample:
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """Samples laid end to end: T tokens of N spans. `sources` names the corpus of each span."""
+    """Samples laid end to end: T tokens of N spans. `sources`: the corpus of each span; `pictures`: of all spans."""
 
     tokens: Tensor
     targets: Tensor
     weights: Tensor
     lengths: tuple[int, ...]
     sources: tuple[str, ...]
+    pictures: tuple[NDArray[np.uint8], ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -58,9 +63,8 @@ class MicroBatch:
 
     def to(self, device: torch.device) -> MicroBatch:
         """The same batch on `device`."""
-        return MicroBatch(
-            self.tokens.to(device), self.targets.to(device), self.weights.to(device), self.lengths, self.sources
-        )
+        tokens, targets, weights = (t.to(device) for t in (self.tokens, self.targets, self.weights))
+        return MicroBatch(tokens, targets, weights, self.lengths, self.sources, self.pictures)
 
     def ahead(self, distance: int) -> tuple[Tensor, Tensor]:
         """(targets, weights) `distance` rows further on in the same span; NO_TARGET and 0 past its end."""

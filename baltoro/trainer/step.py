@@ -16,6 +16,7 @@ from baltoro.model.context import FakeQuant, train_context
 from baltoro.model.decoder import K3Model
 from baltoro.model.mtp import predict_ahead
 from baltoro.trainer.loss import token_losses, weighted_sum
+from baltoro.trainer.media import media_of
 from baltoro.trainer.pack import step_batches
 from baltoro.trainer.qat import fake_quant
 from baltoro.trainer.run import Run
@@ -41,7 +42,8 @@ class StepRecord:
 
 def objective(model: K3Model, batch: MicroBatch, quant: FakeQuant) -> tuple[Tensor, Tensor]:
     """(losses [T] of the next token, sum of the MTP losses), weighted by the batch's weights in both."""
-    ctx = train_context(batch.tokens, batch.lengths, fake_quant=quant)
+    media = media_of(batch, model.config)
+    ctx = train_context(batch.tokens, batch.lengths, fake_quant=quant, media=media)
     hidden = model.hidden(ctx)
     losses = token_losses(model.logits(hidden), batch.targets)
     depth = model.config.num_mtp_layers
@@ -64,11 +66,12 @@ def train_step(run: Run) -> StepRecord:
     losses, mtp_loss = [], 0.0
     with run.balancer.watching(), run.qk_clip.watching():
         for batch in batches:
-            found, ahead = objective(run.model, batch, fake_quant(stage))
+            found, ahead = objective(run.worker, batch, fake_quant(stage))
             loss = weighted_sum(found, batch.weights) / total + config.loss.mtp * ahead / mtp_total
             loss.backward()  # type: ignore[no-untyped-call]
             losses.append(found.detach())
             mtp_loss += float(ahead.detach()) / mtp_total
+    run.collect_gradients()
     grad_norm = _clip_gradients(run)
     factor = lr_factor(run.step, config.steps, config.optim)
     for optimizer, lr in ((run.muon, config.optim.lr), (run.adam, config.optim.adam_lr or config.optim.lr)):
@@ -77,6 +80,7 @@ def train_step(run: Run) -> StepRecord:
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
     max_logit, loads = run.qk_clip.apply(), run.balancer.update()
+    run.publish()
     tokens = sum(batch.num_tokens for batch in batches)
     run.step, run.tokens = run.step + 1, run.tokens + tokens
     mean, sources = mean_losses(batches, losses)

@@ -58,7 +58,9 @@ def test_manifest_comes_back_and_missing_data_say_what_to_do(tmp_path: Path) -> 
 
 
 def test_files_that_disagree_with_the_manifest_are_refused(tmp_path: Path) -> None:
-    entry = write_corpus(tmp_path, "x", "train", random_documents(2, (4, 5), seed=0), vocab_size=99999, is_divisible=True)
+    entry = write_corpus(
+        tmp_path, "x", "train", random_documents(2, (4, 5), seed=0), vocab_size=99999, is_divisible=True
+    )
     with (tmp_path / "x.train.tokens.bin").open("ab") as file:
         file.write(b"\0\0")
     with pytest.raises(ConfigError, match="build the data folder again"):

@@ -31,22 +31,24 @@ class _Count:
 
 
 class Balancer:
-    """Watches the routers of a model. Single writer of their biases."""
+    """Watches the routers of the model that computes. Single writer of the biases of the model that is trained."""
 
-    def __init__(self, model: K3Model, config: BalanceConfig) -> None:
+    def __init__(self, model: K3Model, config: BalanceConfig, *, watched: K3Model | None = None) -> None:
+        """`watched`: the model whose forwards count, where it is a copy."""
         self.config = config
-        self.routers = {name: module for name, module in model.named_modules() if isinstance(module, Router)}
+        self.routers = _routers(model)
+        self.watched = _routers(watched or model)
         self._counts: dict[str, _Count] = {}
 
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Forwards within are counted."""
-        for name, router in self.routers.items():
+        for name, router in self.watched.items():
             router.observer = lambda scores, ids, name=name: self._see(name, scores, ids)
         try:
             yield
         finally:
-            for router in self.routers.values():
+            for router in self.watched.values():
                 router.observer = None
 
     def _see(self, name: str, scores: Tensor, ids: Tensor) -> None:
@@ -75,3 +77,7 @@ class Balancer:
             ratios[name] = float(count.load.max() / count.load.to(torch.float64).mean())
         self._counts.clear()
         return ratios
+
+
+def _routers(model: K3Model) -> dict[str, Router]:
+    return {name: module for name, module in model.named_modules() if isinstance(module, Router)}

@@ -23,23 +23,25 @@ from baltoro.model.mla import MLA
 
 
 class QKClip:
-    """Watches the MLA layers of a model. Single writer of `largest`: the observers, until `apply` clears it."""
+    """Watches MLA layers, scales those that are trained. Single writer of `largest`: the observers, until `apply`."""
 
-    def __init__(self, model: K3Model, tau: float | None) -> None:
+    def __init__(self, model: K3Model, tau: float | None, *, watched: K3Model | None = None) -> None:
+        """`watched`: the model whose forwards are seen, where it is a copy."""
         self.tau = tau
-        self.layers = {name: module for name, module in model.named_modules() if isinstance(module, MLA)}
+        self.layers = _layers(model)
+        self.watched = _layers(watched or model)
         self.largest: dict[str, Tensor] = {}
 
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Forwards within are seen (nothing is watched where tau is None)."""
         if self.tau is not None:
-            for name, layer in self.layers.items():
+            for name, layer in self.watched.items():
                 layer.logit_observer = lambda found, name=name: self._see(name, found)
         try:
             yield
         finally:
-            for layer in self.layers.values():
+            for layer in self.watched.values():
                 layer.logit_observer = None
 
     def _see(self, name: str, found: Tensor) -> None:
@@ -67,3 +69,7 @@ def clip_heads(layer: MLA, gamma: Tensor) -> None:
     q[:, : layer.nope] *= factor.sqrt()
     q[:, layer.nope :] *= factor
     kv[:, : layer.nope] *= factor.sqrt()
+
+
+def _layers(model: K3Model) -> dict[str, MLA]:
+    return {name: module for name, module in model.named_modules() if isinstance(module, MLA)}
