@@ -40,7 +40,7 @@ class Metrics:
 
     def __init__(self, model_name: str) -> None:
         self._registry = CollectorRegistry()
-        self._labels = {"model_name": model_name}
+        self._model_name = model_name
         self._rate = Rate()
         self._gauges = {name: self._gauge(name, text) for name, text in ENGINE_GAUGES.items()}
         self._throughput = self._gauge("gen_throughput", "tokens made per second, over the last ten seconds")
@@ -55,42 +55,43 @@ class Metrics:
 
     def accepted(self) -> None:
         """A request went to the engine."""
-        self._requests.labels(**self._labels).inc()
+        self._requests.inc()
 
     def started(self, num_prompt: int, num_cached: int, wait_s: float) -> None:
         """The first token of a request is here."""
-        self._prompt.labels(**self._labels).inc(num_prompt)
-        self._cached.labels(**self._labels).inc(num_cached)
-        self._first.labels(**self._labels).observe(wait_s)
+        self._prompt.inc(num_prompt)
+        self._cached.inc(num_cached)
+        self._first.observe(wait_s)
 
     def produced(self, num_tokens: int, wait_s: float | None) -> None:
         """More tokens of a request are here, `wait_s` after the ones before (None: the first ones)."""
-        self._generation.labels(**self._labels).inc(num_tokens)
+        self._generation.inc(num_tokens)
         self._rate.add(num_tokens)
         if wait_s is not None and num_tokens:
-            self._between.labels(**self._labels).observe(wait_s / num_tokens)
+            self._between.observe(wait_s / num_tokens)
 
     def ended(self, total_s: float, *, is_aborted: bool) -> None:
         """A request is over."""
         if is_aborted:
-            self._aborted.labels(**self._labels).inc()
+            self._aborted.inc()
         else:
-            self._whole.labels(**self._labels).observe(total_s)
+            self._whole.observe(total_s)
 
     def page(self, engine: dict[str, Any]) -> bytes:
         """The metrics page; `engine` is its answer to a query (empty when it gave none)."""
-        self._throughput.labels(**self._labels).set(self._rate.per_second())
+        self._throughput.set(self._rate.per_second())
         for name, gauge in self._gauges.items():
             value = engine.get(name)
             if isinstance(value, int | float):
-                gauge.labels(**self._labels).set(value)
+                gauge.set(value)
         return generate_latest(self._registry)
 
     def _gauge(self, name: str, text: str) -> Gauge:
-        return Gauge(PREFIX + name, text, ["model_name"], registry=self._registry)
+        return Gauge(PREFIX + name, text, ["model_name"], registry=self._registry).labels(self._model_name)
 
     def _counter(self, name: str, text: str) -> Counter:
-        return Counter(PREFIX + name, text, ["model_name"], registry=self._registry)
+        return Counter(PREFIX + name, text, ["model_name"], registry=self._registry).labels(self._model_name)
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-        return Histogram(PREFIX + name, text, ["model_name"], registry=self._registry, buckets=buckets)
+        whole = Histogram(PREFIX + name, text, ["model_name"], registry=self._registry, buckets=buckets)
+        return whole.labels(self._model_name)
