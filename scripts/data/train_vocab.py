@@ -35,14 +35,18 @@ def _texts(paths: Sequence[Path]) -> Iterator[str]:
         yield from chunks(path.read_text(encoding="utf-8", errors="replace"))
 
 
-def learn(paths: Sequence[Path], num_ranks: int) -> LearntTokenizer:
-    """Learn num_ranks - 256 merges from the files."""
+def learn(paths: Sequence[Path], num_ranks: int, *, single_digits: bool = False) -> LearntTokenizer:
+    """Learn num_ranks - 256 merges from the files.
+
+    `single_digits`: learn no token of several digits, so that a number is always the ids of its digits. The split
+    pattern stays K3's, whose groups of up to three digits then simply find no merge.
+    """
     learnt = LearntTokenizer(BPE())
+    cuts = [pre_tokenizers.Split(Regex(SPLIT_PATTERN), behavior="isolated")]
+    if single_digits:
+        cuts.append(pre_tokenizers.Split(Regex(r"\p{N}"), behavior="isolated"))
     learnt.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(SPLIT_PATTERN), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
+        [*cuts, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
     )
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     learnt.train_from_iterator(
@@ -92,13 +96,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", type=int, required=True, help="base ranks + 256 control ids; at least 512")
     parser.add_argument("--out", type=Path, required=True, help="directory to write")
+    parser.add_argument("--single-digits", action="store_true", help="learn no token of several digits")
     parser.add_argument("files", type=Path, nargs="+", help="UTF-8 text files")
     args = parser.parse_args(argv)
     num_ranks = args.size - NUM_CONTROL
     if num_ranks < 256:
         parser.error("--size must be at least 512: 256 bytes and 256 control ids")
     paths = sorted(args.files)
-    learnt = learn(paths, num_ranks)
+    learnt = learn(paths, num_ranks, single_digits=args.single_digits)
     tokenizer = Tokenizer(ranks_of(learnt, num_ranks))
     tokenizer.save(args.out)
     chars, by_ranks, by_merges = compare(learnt, tokenizer, paths)
