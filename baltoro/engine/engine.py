@@ -23,7 +23,7 @@ from baltoro.engine.config import EngineConfig
 from baltoro.engine.media import media_runs
 from baltoro.engine.memory import Memory
 from baltoro.engine.planner import arena_layout, free_bytes, plan_memory, resolve_dtype
-from baltoro.engine.request import Request
+from baltoro.engine.request import MediaRun, Request
 from baltoro.engine.runner import Model, Runner
 from baltoro.engine.sampler import fork_seed, uniform
 from baltoro.engine.scheduler import Scheduler
@@ -73,8 +73,7 @@ class Engine:
     # ---- requests ------------------------------------------------------------------------------------------------
     def add(self, submit: Submit) -> None:
         """Queue a request. Errors: RequestError, ContextLengthError (the caller's fault), QueueFull (later)."""
-        self._check(submit)
-        runs = media_runs(submit.token_ids, submit.media, self.model_config)
+        runs = self.check(submit)
         self._arrivals += 1
         params = submit.params
         seed = params.seed
@@ -108,7 +107,8 @@ class Engine:
         for one in (request_id,) if request_id else self.scheduler.alive_ids():
             self.scheduler.abort(one)
 
-    def _check(self, submit: Submit) -> None:
+    def check(self, submit: Submit) -> tuple[MediaRun, ...]:
+        """Whether a request can be served at all; where its pictures go. Errors: RequestError, ContextLengthError."""
         vocab, ids, params = self.model_config.vocab_size, submit.token_ids, submit.params
         if not ids:
             raise RequestError("the prompt is empty: it needs at least one token", param="prompt")
@@ -130,6 +130,7 @@ class Engine:
                 param="messages",
                 code="context_length_exceeded",
             )
+        return media_runs(submit.token_ids, submit.media, self.model_config)
 
     # ---- work ----------------------------------------------------------------------------------------------------
     @property

@@ -29,9 +29,9 @@ class WaitingLine:
     def __iter__(self) -> Iterator[Request]:
         return iter(self._line)
 
-    def check(self, count: int) -> None:
-        """Errors: QueueFull if `count` more would not fit."""
-        if len(self._line) + count > self.limit:
+    def check(self) -> None:
+        """Errors: QueueFull if one more would not fit."""
+        if len(self._line) >= self.limit:
             raise QueueFull(f"{len(self._line)} requests are waiting, the limit is {self.limit}: try again later")
 
     def push(self, request: Request) -> None:

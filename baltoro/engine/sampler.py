@@ -55,6 +55,7 @@ def score(logits: Tensor, targets: Sequence[int], num_top: int) -> Scored:
 
 
 def is_greedy(draw: Draw) -> bool:
+    """Whether the likeliest token is taken, without a random number."""
     return draw.params.temperature == 0.0 or draw.params.top_k == 1
 
 

@@ -70,8 +70,9 @@ class Scheduler:
 
     # ---- requests come and go ------------------------------------------------------------------------------------
     def submit(self, requests: Sequence[Request]) -> None:
-        """The n completions of one Submit; siblings follow the first one's prompt. Errors: QueueFull."""
-        self.waiting.check(len(requests))
+        """The n completions of one Submit, which count as one in the line: siblings follow the first one's prompt.
+        Errors: QueueFull."""
+        self.waiting.check()
         first, *rest = requests
         self._alive[first.request_id] = list(requests)
         self.waiting.push(first)

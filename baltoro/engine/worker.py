@@ -194,4 +194,3 @@ def _set_threads() -> None:
     if not wanted.isdigit() or int(wanted) < 1:
         raise ConfigError(f"BALTORO_THREADS {wanted!r} must be a positive number")
     torch.set_num_threads(int(wanted))
-

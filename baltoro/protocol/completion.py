@@ -44,7 +44,7 @@ class TokenDelta(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Completion(msgspec.Struct, frozen=True, kw_only=True):
-    """One whole answer of `LLM.generate` and `LLM.chat`."""
+    """One whole answer of `LLM.generate` and `LLM.chat`. `error` says why, when finish_reason is error."""
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
@@ -59,3 +59,4 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     policy_version: int = 0
     reasoning: str | None = None
     tool_calls: tuple[dict[str, object], ...] = ()
+    error: str | None = None

@@ -213,7 +213,7 @@ def test_the_context_ends_a_request_at_its_last_position() -> None:
 
 
 def test_what_cannot_be_served_is_refused_at_once() -> None:
-    engine = make_engine(max_waiting=2)
+    engine = make_engine(max_waiting=1)
     for bad in ({"prompt": []}, {"prompt": [61]}, {"prompt": [-1]}, {"prompt": [1], "n": 0}):
         with pytest.raises(RequestError):
             submit(engine, "bad", **bad)
@@ -225,6 +225,34 @@ def test_what_cannot_be_served_is_refused_at_once() -> None:
     with pytest.raises(QueueFull):
         submit(engine, "b", [1], n=2)
     assert list(run(engine)) == [("a", 0)]
+    submit(engine, "b", [1, 2], n=3)
+    assert len(run(engine)) == 3, "one request counts one, however many completions it asks for"
+
+
+def test_nothing_is_admitted_in_a_step_that_had_to_retract() -> None:
+    engine = make_engine(num_pages=12, max_context=48)
+    for i in range(4):
+        submit(engine, f"r{i}", PROMPTS[6], max_tokens=30)
+    num_seen = 0
+    while engine.has_work:
+        before, names = engine.stats()["num_retracted_reqs"], {r.name for r in engine.scheduler.running}
+        engine.step()
+        if engine.stats()["num_retracted_reqs"] != before:
+            num_seen += 1
+            assert {r.name for r in engine.scheduler.running} < names
+    assert num_seen
+
+
+def test_admission_keeps_pages_back_for_those_that_run() -> None:
+    """Without it a second request would be let in only to lose its memory a few steps later."""
+    engine = make_engine(num_pages=19, max_context=76)
+    submit(engine, "first", PROMPTS[7], max_tokens=46)  # 8 pages now, 19 at the end
+    submit(engine, "second", PROMPTS[7], max_tokens=4)
+    for _ in range(4):
+        engine.step()
+    assert engine.stats()["num_running_reqs"] == 1
+    run(engine)
+    assert engine.stats()["num_retracted_reqs"] == 0
 
 
 def test_planning_twice_without_a_commit_is_a_bug() -> None:

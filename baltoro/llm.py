@@ -1,0 +1,303 @@
+"""LLM: the offline front door. Chat protocol and engine in the caller's process.
+
+In: text, ids or conversations. Out: Completions, in the order of the prompts.
+Invariants: ids, logprobs and top logprobs of a Completion have equal length and leave out what ended it (a stop id, a
+stop string); a failed completion says so and costs no other; whoever stops waiting (Ctrl-C) leaves a clean engine.
+Not thread-safe. The same model behind HTTP is `baltoro serve`.
+
+    llm = LLM("models/mini")
+    llm.generate(["The sun"], SamplingParams(max_tokens=20))[0].text
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from baltoro.chat.events import Parsed
+from baltoro.chat.grammar import Grammars, chat_grammar
+from baltoro.chat.media import PictureConfig, expand_pads, preprocess
+from baltoro.chat.parser import parse
+from baltoro.chat.stop import cut_at_stop, make_stop_rule
+from baltoro.chat.tokenizer import MEDIA_PAD, Tokenizer
+from baltoro.chat.xtml import render
+from baltoro.errors import QueueFull, RequestError
+from baltoro.protocol.completion import Completion, TokenDelta, TopLogprob
+from baltoro.protocol.sampling import SamplingParams, StopRule, TokenMask
+from baltoro.protocol.worker import MediaItem, Submit
+
+if TYPE_CHECKING:
+    from baltoro.engine.engine import Engine
+
+Prompt = str | Sequence[int]
+Conversation = Sequence[Mapping[str, Any]]
+OnTokens = Callable[[TokenDelta], None]
+
+
+class LLM:
+    """One model, loaded. `options` are the fields of `EngineConfig`, such as memory_bytes, dtype, max_running."""
+
+    def __init__(self, model: str | Path, **options: Any) -> None:
+        """Load the model and the tokenizer of a folder. Errors: ConfigError, WeightsError."""
+        from baltoro.config import build
+        from baltoro.engine.config import EngineConfig
+        from baltoro.engine.engine import load_engine
+
+        self.tokenizer = Tokenizer.load(model)
+        self._grammars: Grammars | None = None
+        self.engine: Engine = load_engine(
+            model,
+            build(EngineConfig, options),
+            eos_ids=self.tokenizer.eos_ids,
+            stop_rules=self._stop_rule,
+            masks=self._mask,
+        )
+        self._numbers = itertools.count()
+
+    # ---- front doors ---------------------------------------------------------------------------------------------
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        n: int = 1,
+        progress: bool = False,
+        on_tokens: OnTokens | None = None,
+    ) -> list[Completion]:
+        """Complete each prompt (text, in which control tokens are plain text, or ids) n times.
+
+        `params`: one for all, or one a prompt. `progress` shows a bar on stderr. `on_tokens` sees every delta as it
+        comes. Errors: RequestError, ContextLengthError before anything runs.
+        """
+        texts = _as_list(prompts)
+        ids = [self.tokenizer.encode(p) if isinstance(p, str) else list(p) for p in texts]
+        jobs = [
+            _Job(self._submit(tokens, one, n=n)) for tokens, one in zip(ids, _params(params, len(ids)), strict=True)
+        ]
+        return self._run(jobs, progress=progress, on_tokens=on_tokens)
+
+    def chat(
+        self,
+        messages: Conversation | Sequence[Conversation],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        tools: Sequence[dict[str, Any]] = (),
+        thinking: bool = True,
+        effort: str | None = None,
+        tool_choice: str | dict[str, Any] | None = None,
+        response_format: dict[str, Any] | None = None,
+        n: int = 1,
+        progress: bool = False,
+        on_tokens: OnTokens | None = None,
+    ) -> list[Completion]:
+        """Answer each conversation n times. The Completion's `text` is the answer; `reasoning` and `tool_calls` are
+        taken apart from it. Errors: RequestError names the message or option at fault."""
+        talks: Sequence[Any] = [messages] if not messages or isinstance(messages[0], Mapping) else messages
+        jobs = []
+        for talk, one in zip(talks, _params(params, len(talks)), strict=True):
+            prompt = render(
+                talk,
+                tokenizer=self.tokenizer,
+                tools=list(tools) or None,
+                thinking=thinking,
+                effort=effort,
+                tool_choice=tool_choice,
+                response_format=response_format,
+            )
+            ids, media = self._with_pictures(prompt.ids, prompt.images)
+            grammar = chat_grammar(
+                self.tokenizer,
+                thinking=thinking,
+                response_format=response_format,
+                tools=tools,
+                tool_choice=tool_choice,
+            )
+            submit = self._submit(ids, one, n=n, media=media, grammar=grammar)
+            past = sum(len(message.get("tool_calls") or ()) for message in talk)
+            jobs.append(_Job(submit, _Chat(thinking, bool(tools) and tool_choice != "none", past)))
+        return self._run(jobs, progress=progress, on_tokens=on_tokens)
+
+    # ---- requests ------------------------------------------------------------------------------------------------
+    def _submit(self, ids: Sequence[int], params: SamplingParams, **fields: Any) -> Submit:
+        return Submit(request_id=f"offline-{next(self._numbers)}", token_ids=tuple(ids), params=params, **fields)
+
+    def _with_pictures(self, ids: list[int], images: Sequence[Any]) -> tuple[list[int], tuple[MediaItem, ...]]:
+        """Ids with one pad for each feature, and the pictures as the engine takes them."""
+        vision = self.engine.model_config.vision
+        if not images:
+            return ids, ()
+        if vision is None:
+            raise RequestError("this model reads no pictures: send text", param="messages")
+        config = PictureConfig(patch_size=vision.patch_size, merge=vision.merge)
+        pictures = [preprocess(image, config) for image in images]
+        items = tuple(MediaItem(p.pixels.tobytes(), p.grid, vision.patch_size) for p in pictures)
+        return expand_pads(ids, self.tokenizer.special(MEDIA_PAD), [p.num_tokens for p in pictures]), items
+
+    def _stop_rule(self, params: SamplingParams) -> StopRule | None:
+        return make_stop_rule(self.tokenizer, params.stop) if params.stop else None
+
+    def _mask(self, submit: Submit) -> TokenMask | None:
+        if submit.grammar is None:
+            return None
+        if self._grammars is None:  # takes seconds for a large vocabulary
+            self._grammars = Grammars(self.tokenizer)
+        return self._grammars.of_submit(submit)
+
+    # ---- work ----------------------------------------------------------------------------------------------------
+    def _run(self, jobs: list[_Job], *, progress: bool, on_tokens: OnTokens | None) -> list[Completion]:
+        """Feed and step the engine until every job has ended."""
+        for job in jobs:
+            self.engine.check(job.submit)
+        by_id = {job.submit.request_id: job for job in jobs}
+        total = sum(job.submit.n for job in jobs)
+        waiting, num_left = list(reversed(jobs)), total
+        try:
+            with _bar(total) if progress else nullcontext(_silent) as advance:
+                while num_left:
+                    self._feed(waiting)
+                    for delta in self.engine.step():
+                        by_id[delta.request_id].parts[delta.index].add(delta)
+                        num_left -= delta.finish_reason is not None
+                        advance(len(delta.token_ids), delta.finish_reason is not None)
+                        if on_tokens is not None:
+                            on_tokens(delta)
+        finally:
+            for job in jobs:
+                self.engine.abort(job.submit.request_id)
+            while self.engine.has_work:
+                self.engine.step()
+        return [self._completion(job, part) for job in jobs for part in job.parts]
+
+    def _feed(self, waiting: list[_Job]) -> None:
+        """Hand over as many jobs as the engine's line takes; the rest later."""
+        while waiting:
+            try:
+                self.engine.add(waiting[-1].submit)
+            except QueueFull:
+                if not self.engine.has_work:
+                    raise
+                return
+            waiting.pop()
+
+    def _completion(self, job: _Job, part: _Part) -> Completion:
+        """The words of a finished part."""
+        last, first, submit = part.deltas[-1], job.parts[0].deltas[0], job.submit
+        assert last.finish_reason is not None
+        kept = len(part.ids) - last.num_trimmed
+        ids = part.ids[:kept]
+        parsed = self._parsed(part, job.chat, kept, submit.params.stop)
+        return Completion(
+            request_id=submit.request_id,
+            prompt_token_ids=submit.token_ids,
+            token_ids=tuple(ids),
+            text=parsed.content,
+            finish_reason=last.finish_reason,
+            logprobs=None if submit.params.logprobs is None else tuple(part.logprobs[:kept]),
+            top_logprobs=tuple(part.tops[:kept]) if submit.params.logprobs else None,
+            prompt_logprobs=first.prompt_logprobs,
+            prompt_top_logprobs=first.prompt_top_logprobs,
+            num_cached_tokens=last.num_cached_tokens,
+            policy_version=last.policy_version,
+            reasoning=parsed.reasoning,
+            tool_calls=tuple({"id": c.id, "name": c.name, "arguments": c.arguments} for c in parsed.tool_calls),
+            error=last.error,
+        )
+
+    def _parsed(self, part: _Part, chat: _Chat | None, kept: int, stops: Sequence[str]) -> Parsed:
+        """The text of the first `kept` ids, and of what stands before a stop string in the id that follows."""
+        last = part.deltas[-1]
+        is_string = last.finish_reason == "stop" and last.stop_reason is None
+        ids = part.ids if is_string else part.ids[:kept]
+        if chat is None:
+            parsed = Parsed(None, self.tokenizer.decode(ids, skip_special=True))
+        else:
+            parsed = parse(
+                ids,
+                self.tokenizer,
+                thinking=chat.is_thinking,
+                has_tools=chat.has_tools,
+                start_index=chat.num_past_calls,
+            )
+        if not is_string:
+            return parsed
+        reasoning = None if parsed.reasoning is None else cut_at_stop(parsed.reasoning, stops)
+        return Parsed(reasoning, cut_at_stop(parsed.content, stops), parsed.tool_calls)
+
+
+@dataclass(frozen=True, slots=True)
+class _Chat:
+    """What the way back of an answer has to know."""
+
+    is_thinking: bool
+    has_tools: bool
+    num_past_calls: int
+
+
+@dataclass(slots=True)
+class _Part:
+    """One completion, as far as it has come. Single writer: `LLM._run`."""
+
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    tops: list[tuple[TopLogprob, ...]] = field(default_factory=list)
+    deltas: list[TokenDelta] = field(default_factory=list)
+
+    def add(self, delta: TokenDelta) -> None:
+        self.ids += delta.token_ids
+        self.logprobs += delta.logprobs or ()
+        self.tops += delta.top_logprobs or ()
+        self.deltas = [*self.deltas[:1], delta]  # the first and the last hold what is not a token
+
+
+@dataclass(slots=True)
+class _Job:
+    """One request and its completions."""
+
+    submit: Submit
+    chat: _Chat | None = None
+    parts: list[_Part] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.parts = [_Part() for _ in range(self.submit.n)]
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt or many -> many."""
+    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]
+
+
+def _params(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * count
+    if len(params) != count:
+        raise RequestError(f"{len(params)} params for {count} prompts: give one, or one for each", param="params")
+    return list(params)
+
+
+def _silent(num_tokens: int, is_done: bool) -> None:
+    """No progress bar."""
+
+
+@contextmanager
+def _bar(total: int) -> Iterator[Callable[[int, bool], None]]:
+    """A bar on stderr: completions done, tokens a second."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.fields[tokens]} tokens"))
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task("generate", total=total, tokens=0)
+        num_tokens = 0
+
+        def advance(more: int, is_done: bool) -> None:
+            nonlocal num_tokens
+            num_tokens += more
+            bar.update(task, advance=int(is_done), tokens=num_tokens)
+
+        yield advance
