@@ -9,8 +9,10 @@ Source: spec/k3.md section 2; the index format of published checkpoints.
 
 from __future__ import annotations
 
+import gzip
 import json
 import re
+import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +27,7 @@ from baltoro.model.tensor_file import (
     Entry,
     Stored,
     TensorFile,
+    pairs_to_dict,
     read_header,
     sorted_for_file,
     write_text,
@@ -56,7 +59,7 @@ class WeightFiles:
             if not (folder / SINGLE_NAME).is_file():
                 raise WeightsError(f"{folder} holds neither {SINGLE_NAME} nor {INDEX_NAME}; give a model folder")
             return WeightFiles(folder, read_header(folder / SINGLE_NAME))
-        weight_map = read_weight_map(index_path)
+        weight_map = read_index(index_path).weight_map
         entries: dict[str, Entry] = {}
         for file_name in sorted(set(weight_map.values())):
             path = folder / file_name
@@ -109,19 +112,32 @@ def has_weights(folder: Path) -> bool:
     return (folder / INDEX_NAME).is_file() or (folder / SINGLE_NAME).is_file()
 
 
-def read_weight_map(index_path: Path) -> dict[str, str]:
-    """Published name -> file name. Errors: WeightsError if this is no index."""
+@dataclass(frozen=True, slots=True)
+class Index:
+    """Which file holds which name. `repeated` are names that the JSON has more than once."""
+
+    weight_map: dict[str, str]
+    total_bytes: int | None
+    repeated: tuple[str, ...]
+
+
+def read_index(path: Path) -> Index:
+    """A `.json` index, or one in gzip. Errors: WeightsError if this is no index."""
+    repeated: list[str] = []
     try:
-        index = json.loads(index_path.read_text())
-    except ValueError as error:
-        raise WeightsError(f"{index_path} is not valid JSON: {error}") from error
+        text = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+        index = json.loads(text, object_pairs_hook=lambda pairs: pairs_to_dict(pairs, repeated))
+    except (ValueError, EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise WeightsError(f"{path} is not valid JSON: {error}") from error
     weight_map = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
-        raise WeightsError(f"{index_path} has no weight_map; fetch it again")
+        raise WeightsError(f"{path} has no weight_map; fetch it again")
     for name, file_name in weight_map.items():
         if not isinstance(file_name, str) or Path(file_name).name != file_name:
-            raise WeightsError(f"{index_path} says that {name} lies in {file_name!r}, which is no file name")
-    return weight_map
+            raise WeightsError(f"{path} says that {name} lies in {file_name!r}, which is no file name")
+    metadata = index.get("metadata")
+    total = metadata.get("total_size") if isinstance(metadata, dict) else None
+    return Index(weight_map, int(total) if isinstance(total, int | float) else None, tuple(repeated))
 
 
 def can_fill(spec: TensorSpec, stored: Stored) -> bool:
