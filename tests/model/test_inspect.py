@@ -243,7 +243,6 @@ def test_the_published_index_is_good(k3_data: Path) -> None:
     [
         ({"num_shared_experts": 3}, {"bytes"}),
         ({"num_experts": 895}, {"unexpected", "bytes"}),
-        ({"num_nextn_predict_layers": 1}, {"missing"}),
     ],
 )
 def test_the_published_index_fits_no_other_config(
