@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from baltoro.kernels.norm.reference import gated_rms_norm, rms_norm
+from baltoro.kernels.norm.reference import gated_rms_norm, l2_norm, rms_norm
 from baltoro.kernels.precision import acc_dtype
 
 
@@ -49,3 +49,17 @@ def test_gated_norm_has_the_gradient_of_the_formula() -> None:
     o, gate = (torch.randn(3, 2, 4, dtype=torch.float64, requires_grad=True) for _ in range(2))
     weight = torch.randn(4, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda *a: gated_rms_norm(*a, 1e-5, torch.float64), (o, gate, weight))
+
+
+def test_norms_have_the_gradient_of_their_formulas() -> None:
+    x = torch.randn(3, 2, 5, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(5, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda x, w: rms_norm(x, w, 1e-2), (x, weight))
+    assert torch.autograd.gradcheck(lambda x: l2_norm(x, 1e-2), (x,))
+
+
+def test_rms_norm_is_the_same_with_and_without_gradients() -> None:
+    x, weight = torch.randn(5, 8).bfloat16(), torch.randn(8).bfloat16()
+    with torch.no_grad():
+        plain = rms_norm(x, weight, 1e-5)
+    assert torch.equal(plain, rms_norm(x.requires_grad_(), weight, 1e-5))

@@ -3,14 +3,18 @@
     y[t, c] = SiLU( sum_j weight[c, j] * x[t - (W-1) + j, c] )
 
 Inputs before a span come from its history, the last W-1 inputs of the same request (oldest first); without one they
-are zeros. Products and sums in the accumulate dtype, the result in x.dtype. Source: spec/k3.md 3.4 step 2.
+are zeros. Products and sums in the accumulate dtype, the result in x.dtype. The gradient is written out: autograd would
+make a full-size tensor per tap. Source: spec/k3.md 3.4 step 2.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from baltoro.errors import ShapeError
 from baltoro.kernels.precision import acc_dtype
@@ -23,23 +27,63 @@ def short_conv(x: Tensor, weight: Tensor, *, spans: Spans, history: Tensor | Non
     x [T, C]; weight [C, W]; history [N, W-1, C] or None (zeros). Returns y [T, C] and the new history [N, W-1, C]:
     the last W-1 inputs of each request, old history included where the span is shorter. `history` is not written.
     """
-    taps = weight.shape[-1]
-    keep = taps - 1
     if x.shape[0] != spans.num_tokens or weight.shape[0] != x.shape[1]:
         raise ShapeError(f"x {tuple(x.shape)}, weight {tuple(weight.shape)} do not fit {spans.num_tokens} tokens")
-    past = history.to(x.dtype) if history is not None else x.new_zeros(len(spans), keep, x.shape[1])
-    pieces = [part for n, rows in enumerate(torch.split(x, list(spans.lengths))) for part in (past[n], rows)]
-    padded = torch.cat(pieces)  # every span with its W-1 earlier inputs in front
-    wide, weight = padded.to(acc_dtype(x.dtype)), weight.to(acc_dtype(x.dtype))
-    num_out = padded.shape[0] - keep
-    y = wide[:num_out] * weight[:, 0]
-    for tap in range(1, taps):
-        y = torch.addcmul(y, wide[tap : tap + num_out], weight[:, tap])
-    ends = [offset + (n + 1) * keep for n, offset in enumerate(spans.offsets[1:])]
-    if len(spans) > 1:  # drop the rows whose window mixes two spans
-        y = torch.cat([y[end - keep - length : end - keep] for end, length in zip(ends, spans.lengths, strict=True)])
-    new_history = torch.stack([padded[end - keep : end] for end in ends])
-    return F.silu(y).to(x.dtype), new_history
+    if history is None:
+        history = x.new_zeros(len(spans), weight.shape[1] - 1, x.shape[1])
+    y, after = _ShortConv.apply(x, weight, history.to(x.dtype), spans)  # type: ignore[no-untyped-call]
+    return y, after
+
+
+class _ShortConv(torch.autograd.Function):
+    """Works on the spans laid out one after the other, each with its W-1 earlier inputs in front ("padded").
+
+    Output row i of that layout sees inputs i .. i+W-1; the W-1 rows whose window mixes two spans are dropped.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, history: Tensor, spans: Spans) -> tuple[Tensor, Tensor]:
+        keep, acc = weight.shape[1] - 1, acc_dtype(x.dtype)
+        parts = [part for n, rows in enumerate(torch.split(x, list(spans.lengths))) for part in (history[n], rows)]
+        padded = torch.cat(parts)
+        wide, taps = padded.to(acc), weight.to(acc).T.contiguous()
+        num_out = len(padded) - keep
+        mixed = wide[:num_out] * taps[0]
+        for j, tap in enumerate(taps[1:], start=1):
+            mixed.addcmul_(wide[j : j + num_out], tap)
+        ctx.save_for_backward(padded, weight, mixed)
+        ctx.spans = spans
+        outputs = [mixed[rows] for rows in _output_rows(spans, keep)]
+        y = F.silu(torch.cat(outputs) if len(outputs) > 1 else outputs[0]).to(x.dtype)
+        return y, torch.stack([padded[rows.stop : rows.stop + keep] for rows in _output_rows(spans, keep)])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor, d_after: Tensor) -> tuple[Tensor | None, ...]:
+        padded, weight, mixed = ctx.saved_tensors
+        spans, keep = ctx.spans, weight.shape[1] - 1
+        rows_of = _output_rows(spans, keep)
+        d_mixed = torch.zeros_like(mixed)
+        for rows, part in zip(rows_of, torch.split(grad, list(spans.lengths)), strict=True):
+            d_mixed[rows] = part
+        d_mixed = torch.ops.aten.silu_backward(d_mixed, mixed)
+        wide, taps = padded.to(mixed.dtype), weight.to(mixed.dtype).T.contiguous()
+        d_padded, d_taps = torch.zeros_like(wide), torch.empty_like(taps)
+        for j, tap in enumerate(taps):
+            window = slice(j, j + len(mixed))
+            d_padded[window].addcmul_(d_mixed, tap)
+            d_taps[j] = (d_mixed * wide[window]).sum(0)
+        for n, rows in enumerate(rows_of):
+            d_padded[rows.stop : rows.stop + keep] += d_after[n]
+        d_x = torch.cat([d_padded[rows.start + keep : rows.stop + keep] for rows in rows_of])
+        d_history = torch.stack([d_padded[rows.start : rows.start + keep] for rows in rows_of])
+        return d_x.to(padded.dtype), d_taps.T.to(weight.dtype), d_history.to(padded.dtype), None
+
+
+def _output_rows(spans: Spans, keep: int) -> list[slice]:
+    """Rows of each span among the outputs of the padded layout."""
+    firsts = [offset + n * keep for n, offset in enumerate(spans.offsets[:-1])]
+    return [slice(first, first + length) for first, length in zip(firsts, spans.lengths, strict=True)]
 
 
 def short_conv_step(x: Tensor, weight: Tensor, history: Tensor, slots: Tensor) -> Tensor:

@@ -99,16 +99,17 @@ def _forward(inputs: tuple[Tensor, ...], grid: Grid, scale: float) -> tuple[Tens
     q, k, v, g, beta, state = inputs
     heads = k.shape[1]
     q, k, v, g, beta = (grid.spread(x) for x in (q * scale, k, v, g, beta.unsqueeze(-1)))  # [X, C, *]
-    a_kk, a_qk, prefix, suffix = pair_products(q, k, g)
-    inverse = unit_lower_inverse(a_kk * beta)
-    q_in, k_in, k_out = q * prefix, k * prefix, k * suffix
-    w, u = torch.bmm(inverse, k_in * beta), torch.bmm(inverse, v * beta)
+    row = k * beta
+    a_kk, a_qk, prefix, suffix = pair_products(row, q, k, g)
+    inverse = unit_lower_inverse(a_kk)
+    wu = torch.bmm(inverse, torch.cat((row * prefix, v * beta), -1))
+    (w, u), k_out = torch.split(wu, [k.shape[-1], v.shape[-1]], -1), k * suffix
     transition = torch.bmm(w.mT, k_out).neg_()  # [X, K, K], acts from the right on [V, K]
     transition.diagonal(dim1=1, dim2=2).add_(prefix[:, -1])
     entering, leaving = _scan(transition, torch.bmm(u.mT, k_out), grid.sort(state), grid, heads)
     fixed = torch.baddbmm(u, w, entering.mT, alpha=-1)  # U
-    o = torch.bmm(q_in, entering.mT).baddbmm_(a_qk, fixed)
-    kept = [q, k, v, g, beta, a_kk, a_qk, prefix, suffix, inverse, w, u, transition, entering, fixed]
+    o = torch.bmm(q * prefix, entering.mT).baddbmm_(a_qk, fixed)
+    kept = [row, q, k, v, g, beta, a_qk, prefix, suffix, inverse, wu, transition, entering, fixed]
     return grid.gather(o, heads), grid.unsort(leaving, heads), kept
 
 
@@ -116,31 +117,29 @@ def _backward(
     kept: tuple[Tensor, ...], d_o: Tensor, d_final: Tensor, grid: Grid, scale: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v, g, beta and the entering state."""
-    q, k, v, g, beta, a_kk, a_qk, prefix, suffix, inverse, w, u, transition, entering, fixed = kept
-    heads = d_o.shape[1]
+    row, q, k, v, g, beta, a_qk, prefix, suffix, inverse, wu, transition, entering, fixed = kept
+    heads, widths = d_o.shape[1], [k.shape[-1], v.shape[-1]]
     d_o = grid.spread(d_o)
-    k_in, k_out = k * prefix, k * suffix
     d_qk = torch.bmm(d_o, fixed.mT)
     d_fixed = torch.bmm(a_qk.mT, d_o)
-    d_entering = torch.bmm(d_o.mT, q * prefix).baddbmm_(d_fixed.mT, w, alpha=-1)
+    d_entering = torch.bmm(d_o.mT, q * prefix).baddbmm_(d_fixed.mT, wu[..., : widths[0]], alpha=-1)
     d_leaving, d_state = _scan_back(transition, d_entering, grid.sort(d_final), grid, heads)
-    d_fixed.baddbmm_(k_out, d_leaving.mT)
-    # (w | u) = inverse (k P beta | v beta)
-    d_w = torch.bmm(inverse.mT, torch.bmm(d_fixed, entering)).neg_()
-    d_u = torch.bmm(inverse.mT, d_fixed)
-    d_lower = torch.bmm(d_w, w.mT).baddbmm_(d_u, u.mT, alpha=-1, beta=-1)  # its strictly lower part counts
-    d_beta = (d_w * k_in).sum(-1) + (d_u * v).sum(-1) + (d_lower * a_kk).sum(-1)
+    d_fixed.baddbmm_(k * suffix, d_leaving.mT)
+    # wu = inverse (row P | beta v) with inverse = (I + A_kk)^-1
+    d_rhs = torch.bmm(inverse.mT, torch.cat((torch.bmm(d_fixed, entering).neg_(), d_fixed), -1))
+    d_kk = torch.bmm(d_rhs, wu.mT).neg_()
+    d_in, d_v = torch.split(d_rhs, widths, -1)
 
     d_out = torch.bmm(fixed, d_leaving).mul_(suffix)  # of k, through k R
-    d_q = torch.bmm(d_o, entering).mul_(prefix)
-    d_row, d_column = (d_w * beta).mul_(prefix), d_out.clone()
-    add_pair_gradients(q, k, g, d_lower.mul_(beta), d_qk, d_q=d_q, d_row=d_row, d_column=d_column)
+    d_q, d_row, d_k = torch.bmm(d_o, entering).mul_(prefix), d_in * prefix, d_out.clone()
+    add_pair_gradients((row, q, k, g), d_kk, d_qk, d_row=d_row, d_q=d_q, d_column=d_k)
     # of the log-decay summed up to each token, then of each token's own
-    d_total = torch.addcmul(q * d_q, k, d_row - d_column)
+    d_total = (q * d_q).addcmul_(row, d_row).addcmul_(k, d_k, value=-1)
     d_total[:, -1] += (k * d_out).sum(1) + prefix[:, -1] * (entering * d_leaving).sum(1)
     d_g = d_total.flip(1).cumsum(1).flip(1)
 
-    found = (d_q.mul_(scale), d_row.add_(d_column), d_u.mul_(beta), d_g, d_beta.unsqueeze(-1))
+    d_beta = (d_row * k).sum(-1, keepdim=True) + (d_v * v).sum(-1, keepdim=True)
+    found = (d_q.mul_(scale), d_k.addcmul_(d_row, beta), d_v * beta, d_g, d_beta)
     d_q, d_k, d_v, d_g, d_beta = (grid.gather(x, heads) for x in found)
     return d_q, d_k, d_v, d_g, d_beta.squeeze(-1), grid.unsort(d_state, heads)
 

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 
-def pair_products(q: Tensor, k: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """q, k, g [X, C, K], contiguous, C a power of two.
+def pair_products(row: Tensor, q: Tensor, k: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """All [X, C, K], contiguous, C a power of two. `row`: keys times beta, the rows of A_kk.
 
     Returns A_kk [X, C, C] (strictly lower), A_qk [X, C, C] (lower, diagonal included), and the decays [X, C, K] from
     the chunk's start to each token, inclusive, and from each token, exclusive, to the chunk's end.
@@ -28,7 +28,7 @@ def pair_products(q: Tensor, k: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tens
     prefix, suffix = g.exp(), torch.ones_like(g)
     for half, to_row, from_column in _levels(prefix, suffix):
         columns = (_halves(k, half)[:, 0] * from_column).mT
-        for x, matrix in ((k, a_kk), (q, a_qk)):
+        for x, matrix in ((row, a_kk), (q, a_qk)):
             place = _corners(matrix, half)
             place.copy_(torch.bmm(_halves(x, half)[:, 1] * to_row, columns).view(place.shape))
     a_qk.diagonal(dim1=1, dim2=2).copy_((q * k).sum(-1))
@@ -36,17 +36,24 @@ def pair_products(q: Tensor, k: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tens
 
 
 def add_pair_gradients(
-    q: Tensor, k: Tensor, g: Tensor, d_kk: Tensor, d_qk: Tensor, *, d_q: Tensor, d_row: Tensor, d_column: Tensor
+    inputs: tuple[Tensor, Tensor, Tensor, Tensor],
+    d_kk: Tensor,
+    d_qk: Tensor,
+    *,
+    d_row: Tensor,
+    d_q: Tensor,
+    d_column: Tensor,
 ) -> None:
-    """Add what the gradients d_kk and d_qk of `pair_products` (only its lower parts are read) mean for q, for k as the
-    row of a pair, and for k as the column of a pair; in place."""
+    """`inputs`: those of `pair_products`. Add what the gradients of its matrices (only their lower parts are read) mean
+    for `row`, for q and for k as a column; in place."""
+    row, q, k, g = inputs
     on_diagonal = d_qk.diagonal(dim1=1, dim2=2).unsqueeze(-1)
     d_q.addcmul_(on_diagonal, k)
     d_column.addcmul_(on_diagonal, q)
     for half, to_row, from_column in _levels(g.exp(), torch.ones_like(g)):
         columns = _halves(k, half)[:, 0] * from_column
         d_columns = torch.zeros_like(columns)
-        for x, grad, d_x in ((k, d_kk, d_row), (q, d_qk, d_q)):
+        for x, grad, d_x in ((row, d_kk, d_row), (q, d_qk, d_q)):
             block = _corners(grad, half).reshape(-1, half, half)
             _halves(d_x, half)[:, 1].addcmul_(torch.bmm(block, columns), to_row)
             d_columns.baddbmm_(block.mT, _halves(x, half)[:, 1] * to_row)

@@ -14,14 +14,9 @@ import torch
 from torch import Tensor
 
 from baltoro.errors import ShapeError
+from baltoro.kernels.norm.reference import l2_norm as l2_norm
 from baltoro.kernels.precision import acc_dtype
 from baltoro.kernels.spans import Spans
-
-
-def l2_norm(x: Tensor, eps: float = 1e-6) -> Tensor:
-    """x / sqrt(sum(x^2) + eps) over the last dimension, in the accumulate dtype."""
-    wide = x.to(acc_dtype(x.dtype))
-    return wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + eps)
 
 
 def recurrent(
