@@ -6,8 +6,8 @@
 
 Both kinds are indexed over the whole arena: slot u lies at `slots_base + u * slot_bytes`, page p at `p * page_bytes`.
 Which ids may be handed out is the business of the books (`pages.py`, `slots.py`), so the border is only a number.
-A slot is one contiguous block holding all its parts; a page is one contiguous block, token-major: position, then the
-row of every layer. Moving, copying or sending one is one copy.
+A slot is one stretch of bytes that holds all its parts; a page is one stretch, token-major: position, then the row of
+every layer. Moving, copying or sending one is one copy.
 
 In: an ArenaLayout (shapes, from the planner) and the counts. Out: strided views that a forward reads and writes.
 Invariants: slot 0 and page 0 are sinks that nobody owns. Nothing is zeroed when it is handed out: a reader that starts

@@ -1,6 +1,6 @@
 """The waiting line, and how much memory to keep back for those that run already.
 
-In: requests that are new or were retracted. Out: the next one to admit, by rank (priority, then age).
+In: requests that are new or were retracted. Out: the next one to admit, by precedence (priority, then age).
 Invariants: the order is strict, so nobody is overtaken by a later request of equal priority; a retracted request is
 never refused for a full line, and comes before everything younger than itself.
 Single writer: the scheduler.
@@ -17,7 +17,7 @@ from baltoro.errors import QueueFull
 
 
 class WaitingLine:
-    """Waiting requests in order of rank. Single writer: the scheduler."""
+    """Waiting requests in order of precedence. Single writer: the scheduler."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
@@ -35,14 +35,14 @@ class WaitingLine:
             raise QueueFull(f"{len(self._line)} requests are waiting, the limit is {self.limit}: try again later")
 
     def push(self, request: Request) -> None:
-        insert_by_rank(self._line, request)
+        insert_in_order(self._line, request)
 
     def head(self) -> Request | None:
         return self._line[0] if self._line else None
 
     def remove(self, request: Request) -> bool:
         """Take `request` out; False if it is not in the line."""
-        return remove_by_rank(self._line, request)
+        return remove_in_order(self._line, request)
 
 
 class Headroom:
@@ -71,19 +71,19 @@ class Headroom:
         return pages_for(int(tokens * self.share), page_size)
 
 
-def insert_by_rank(line: list[Request], request: Request) -> None:
-    """Insert into a list that is sorted by rank."""
-    insort(line, request, key=_rank)
+def insert_in_order(line: list[Request], request: Request) -> None:
+    """Insert into a list that is sorted by precedence."""
+    insort(line, request, key=_precedence)
 
 
-def remove_by_rank(line: list[Request], request: Request) -> bool:
-    """Remove from a list that is sorted by rank; False if it is not there."""
-    at = bisect_left(line, request.rank, key=_rank)
+def remove_in_order(line: list[Request], request: Request) -> bool:
+    """Remove from a list that is sorted by precedence; False if it is not there."""
+    at = bisect_left(line, request.precedence, key=_precedence)
     if at == len(line) or line[at] is not request:
         return False
     del line[at]
     return True
 
 
-def _rank(request: Request) -> tuple[int, int, int]:
-    return request.rank
+def _precedence(request: Request) -> tuple[int, int, int]:
+    return request.precedence

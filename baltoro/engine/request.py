@@ -83,7 +83,7 @@ class Request:
     prompt_tops: list[tuple[TopLogprob, ...]] = field(default_factory=list)
 
     @property
-    def rank(self) -> tuple[int, int, int]:
+    def precedence(self) -> tuple[int, int, int]:
         """Sort key: who is served first and retracted last. Higher priority first, then older, then lower index."""
         return (-self.priority, self.arrival, self.index)
 

@@ -1,11 +1,11 @@
 """plan() and commit(): who gets memory and tokens in a step, and what the step changed. Writes books, moves no bytes.
 
-plan:   decodes first (a page where one is due; the lowest in rank is retracted when there is none), then the rest of
-        prompts that are under way, then new admissions, until the token budget is spent.
+plan:   decodes first (a page where one is due; when there is none, the last in precedence is retracted), then the rest
+        of prompts that are under way, then new admissions, until the token budget is spent.
 commit: the only place where requests change because of what a step found; TokenDeltas are born here.
 
 Invariants
-- rank (priority, age) decides everything: the first in rank is never retracted for another, so it always advances;
+- precedence (priority, age) decides everything: the first is never retracted for another, so it always advances;
 - nothing is admitted in a step that had to retract;
 - memory of a request in a plan in flight is given back at commit, never before.
 Source: spec/serving.md B.
@@ -20,7 +20,7 @@ from baltoro.engine.batch import Found, Plan, PlanBuilder, Result, Span
 from baltoro.engine.config import EngineConfig
 from baltoro.engine.deltas import make_delta
 from baltoro.engine.memory import Memory
-from baltoro.engine.queue import Headroom, WaitingLine, insert_by_rank, remove_by_rank
+from baltoro.engine.queue import Headroom, WaitingLine, insert_in_order, remove_in_order
 from baltoro.engine.request import Ending, Request, State
 from baltoro.errors import InvariantError
 from baltoro.protocol.completion import TokenDelta
@@ -50,7 +50,7 @@ class Scheduler:
         self.memory = memory
         self.max_running = max_running
         self.waiting = WaitingLine(config.max_waiting)
-        self.running: list[Request] = []  # by rank
+        self.running: list[Request] = []  # by precedence
         self.counts = Counts()
         self.policy_version = 0
         self._alive: dict[str, list[Request]] = {}
@@ -171,11 +171,11 @@ class Scheduler:
     def _run(self, request: Request) -> None:
         request.state = State.RUNNING
         request.num_since_admitted = 0
-        insert_by_rank(self.running, request)
+        insert_in_order(self.running, request)
 
     # ---- retraction ----------------------------------------------------------------------------------------------
     def _make_room(self, request: Request) -> bool:
-        """Pages for the next token, taken from the lowest in rank if need be; False if that was `request` itself."""
+        """Pages for the next token, taken from the last in precedence if need be; False if that is `request`."""
         while not self.memory.grow(request):
             victim = self.running[-1]
             self._retract(victim)
@@ -187,7 +187,7 @@ class Scheduler:
         """Back to the line without memory; everything known of it will be computed again."""
         if victim.is_in_flight:
             raise InvariantError(f"request {victim.name} is in flight and cannot be retracted")
-        remove_by_rank(self.running, victim)
+        remove_in_order(self.running, victim)
         self.memory.release(victim)
         victim.state = State.WAITING
         self.waiting.push(victim)
@@ -195,7 +195,7 @@ class Scheduler:
         self._headroom.on_retract()
 
     def _retract_for_debugging(self) -> None:
-        """Every `retract_every` steps the lowest in rank that has advanced since it was admitted."""
+        """Every `retract_every` steps the last in precedence that has advanced since it was admitted."""
         every = self.config.retract_every
         if every and self.counts.steps % every == 0:
             for request in reversed(self.running):
@@ -226,8 +226,8 @@ class Scheduler:
     def _settle(self, request: Request, span: Span, found: Found) -> None:
         """One sampled token: keep it, tell it, end with it."""
         if not found.is_valid:
-            is_blocked = span.draw is not None and span.draw.allowed and not any(span.draw.allowed)
-            self._finish(request, NO_TOKEN_ALLOWED if is_blocked else NO_NUMBER)
+            is_mask_empty = span.draw is not None and span.draw.allowed and not any(span.draw.allowed)
+            self._finish(request, NO_TOKEN_ALLOWED if is_mask_empty else NO_NUMBER)
             return
         self.counts.output_tokens += 1
         ending = request.take(found.token)
@@ -239,7 +239,7 @@ class Scheduler:
     def _finish(self, request: Request, ending: Ending, found: Found | None = None) -> None:
         """The single point of release."""
         self.memory.release(request)
-        if not remove_by_rank(self.running, request):
+        if not remove_in_order(self.running, request):
             self.waiting.remove(request)
         request.state = State.FINISHED
         group = self._alive[request.request_id]

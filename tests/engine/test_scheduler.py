@@ -77,7 +77,7 @@ def test_forced_retraction_changes_no_token(every: int) -> None:
     assert engine.stats()["num_retracted_reqs"] >= 3
 
 
-def test_the_first_in_rank_is_never_retracted_for_another() -> None:
+def test_the_first_in_precedence_is_never_retracted_for_another() -> None:
     engine = make_engine(num_pages=12, max_context=48)
     for i in range(4):
         submit(engine, f"r{i}", PROMPTS[6], max_tokens=30)

@@ -113,18 +113,20 @@ def test_several_requests_stream_back_to_the_server(server: Server, start: Calla
 
 
 def test_a_refused_request_is_answered_for_each_completion(server: Server, start: Callable[..., Engine]) -> None:
-    start(max_context=20, max_waiting=1)
-    long = SamplingParams(temperature=0.0, max_tokens=4)
-    server.send(Submit(request_id="too long", token_ids=(1,) * 20, params=long, n=2))
+    start(max_context=150, max_waiting=1, num_slots=1)
+    params = SamplingParams(temperature=0.0, max_tokens=140)
+    server.send(Submit(request_id="too long", token_ids=(1,) * 150, params=params, n=2))
     message = server.receive()
     assert isinstance(message, Deltas)
     assert [(d.index, d.finish_reason, d.error_status) for d in message.items] == [(0, "error", 400), (1, "error", 400)]
-    assert "20 together" in str(message.items[0].error)
-    server.send(Submit(request_id="fine", token_ids=(1, 2), params=GREEDY))
-    assert server.until_ended("fine")["fine"][-1].finish_reason == "length"
-    server.send(Submit(request_id="crowd", token_ids=(1, 2), params=GREEDY, n=2))
-    refused = server.receive()
-    assert isinstance(refused, Deltas) and refused.items[0].error_status == 429
+    assert "150 together" in str(message.items[0].error)
+    for name in ("runs", "waits", "crowd"):
+        server.send(Submit(request_id=name, token_ids=(1, 2), params=params))
+        if name == "runs":
+            server.receive()
+    deltas = server.until_ended("runs", "waits", "crowd")
+    assert deltas["crowd"][-1].error_status == 429
+    assert deltas["runs"][-1].finish_reason == deltas["waits"][-1].finish_reason == "length"
 
 
 def test_abort_ends_a_running_request(server: Server, start: Callable[..., Engine]) -> None:

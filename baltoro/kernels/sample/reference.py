@@ -14,42 +14,48 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-# Values looked at first for top-p: a nucleus is nearly always among them, and a full sort costs far more.
-HEAD = 256
+# Likeliest values that top-p looks at first: a nucleus is nearly always among them, and sorting all costs far more.
+# Rows whose nucleus is larger look at eight times as many, and so on.
+HEAD, WIDER = 256, 8
 
 
 def floor(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
     """[M], the lowest logit that may be drawn: top-k (0 is off), then top-p of what is left (1 is off), and min-p of
     the best (0 is off)."""
+    lowest = logits.amax(dim=-1) + torch.log(min_p)
+    rows = torch.nonzero((top_k > 0) & (top_k < logits.shape[1])).squeeze(1)
+    if rows.numel():
+        count = top_k[rows]
+        head = logits[rows].topk(int(count.amax()), dim=-1).values
+        by_k = head.gather(1, count.unsqueeze(1) - 1).squeeze(1)
+        lowest[rows] = torch.maximum(lowest[rows], by_k)
+        cut = torch.full_like(lowest, -torch.inf).index_copy(0, rows, by_k)
+    else:
+        cut = torch.full_like(lowest, -torch.inf)
+    rows = torch.nonzero(top_p < 1).squeeze(1)
+    if rows.numel():
+        lowest[rows] = torch.maximum(lowest[rows], _nucleus(logits[rows], cut[rows], top_p[rows]))
+    return lowest
+
+
+def _nucleus(logits: Tensor, cut: Tensor, top_p: Tensor) -> Tensor:
+    """[M], the lowest logit of the smallest set that holds top_p of the mass of logits >= cut[M]."""
     best = logits.amax(dim=-1, keepdim=True)
-    lowest = best.squeeze(1) + torch.log(min_p)
-    size = logits.shape[1]
-    is_cut = (top_k > 0) & (top_k < size)
-    is_nucleus = top_p < 1
-    if not bool((is_cut | is_nucleus).any()):
-        return lowest
-    longest = int(torch.where(is_cut, top_k, 0).amax())
-    width = min(size, max(longest, HEAD if bool(is_nucleus.any()) else 1))
-    while True:
-        head = logits.topk(width, dim=-1).values
-        by_k = head.gather(1, (torch.where(is_cut, top_k, 1) - 1).unsqueeze(1)).squeeze(1)
-        by_k = torch.where(is_cut, by_k, -torch.inf)
-        by_p, is_whole = _nucleus(logits, head, best, by_k, top_p)
-        if width == size or bool((is_whole | ~is_nucleus).all()):
+    weights = torch.exp(logits - best).masked_fill_(logits < cut.unsqueeze(1), 0)
+    wanted = top_p.double() * weights.sum(dim=-1, dtype=torch.float64)
+    found = torch.empty_like(cut)
+    left, width = torch.arange(len(logits), device=logits.device), min(HEAD, logits.shape[1])
+    while left.numel():
+        head = logits[left].topk(width, dim=-1).values
+        parts = torch.exp(head - best[left]).masked_fill_(head < cut[left].unsqueeze(1), 0).double()
+        mass = parts.cumsum(dim=-1)
+        is_in = (mass - parts < wanted[left].unsqueeze(1)) & (parts > 0)
+        found[left] = torch.where(is_in, head, torch.inf).amin(dim=-1)
+        is_open = mass[:, -1] < wanted[left]
+        if width == logits.shape[1]:
             break
-        width = size
-    return torch.maximum(lowest, torch.maximum(by_k, torch.where(is_nucleus, by_p, -torch.inf)))
-
-
-def _nucleus(logits: Tensor, head: Tensor, best: Tensor, by_k: Tensor, top_p: Tensor) -> tuple[Tensor, Tensor]:
-    """(lowest logit of the smallest set that holds top_p of the mass above `by_k`, whether `head` holds that set)."""
-    left = torch.where(logits >= by_k.unsqueeze(1), torch.exp(logits - best), 0).double()
-    wanted = top_p.double() * left.sum(dim=-1)
-    weights = torch.where(head >= by_k.unsqueeze(1), torch.exp(head - best), 0).double()
-    mass = weights.cumsum(dim=-1)
-    is_in = (mass - weights < wanted.unsqueeze(1)) & (weights > 0)
-    by_p = torch.where(is_in, head, torch.inf).amin(dim=-1)
-    return by_p, mass[:, -1] >= wanted
+        left, width = left[is_open], min(width * WIDER, logits.shape[1])
+    return found
 
 
 def draw(logits: Tensor, lowest: Tensor, uniform: Tensor) -> Tensor:
