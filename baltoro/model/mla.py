@@ -14,6 +14,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from baltoro.kernels.mla.padded import buckets
 from baltoro.kernels.precision import acc_dtype
 from baltoro.kernels.spans import Spans
 from baltoro.model.config import K3Config
@@ -104,8 +105,10 @@ class MLA(nn.Module):
 def max_logits(q: Tensor, k: Tensor, spans: Spans, scale: float) -> Tensor:
     """Largest causal q.k * scale of each head, [H], over training spans (keys and queries are the same rows)."""
     best = torch.full((q.shape[1],), -torch.inf, dtype=acc_dtype(q.dtype), device=q.device)
-    for first, last in zip(spans.offsets, spans.offsets[1:], strict=False):
-        scores = torch.einsum("qhd,khd->hqk", q[first:last], k[first:last]).to(best.dtype) * scale
-        future = torch.ones(last - first, last - first, dtype=torch.bool, device=q.device).triu(1)
-        best = torch.maximum(best, scores.masked_fill(future, -torch.inf).amax(dim=(1, 2)))
+    for rows, is_real in buckets(spans):
+        scores = torch.einsum("bqhd,bkhd->hbqk", q[rows], k[rows]).to(best.dtype) * scale
+        future = torch.ones(rows.shape[1], rows.shape[1], dtype=torch.bool, device=q.device).triu(1)
+        # a padded key lies after every real query; a padded query has no place at all
+        hidden = future | ~is_real.unsqueeze(-1)
+        best = torch.maximum(best, scores.masked_fill(hidden, -torch.inf).amax(dim=(1, 2, 3)))
     return best

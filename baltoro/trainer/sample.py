@@ -68,16 +68,13 @@ class MicroBatch:
 
     def ahead(self, distance: int) -> tuple[Tensor, Tensor]:
         """(targets, weights) `distance` rows further on in the same span; NO_TARGET and 0 past its end."""
-        targets = torch.full_like(self.targets, NO_TARGET)
-        weights = torch.zeros_like(self.weights)
-        first = 0
-        for length in self.lengths:
-            last = first + length
-            if length > distance:
-                targets[first : last - distance] = self.targets[first + distance : last]
-                weights[first : last - distance] = self.weights[first + distance : last]
-            first = last
-        return targets, weights
+        lengths = torch.tensor(self.lengths)
+        ends = lengths.cumsum(0).repeat_interleave(lengths)
+        rows = torch.arange(self.num_tokens) + distance
+        is_inside = (rows < ends).to(self.tokens.device)
+        rows = torch.minimum(rows, ends - 1).to(self.tokens.device)
+        targets = torch.where(is_inside, self.targets[rows], NO_TARGET)
+        return targets, torch.where(is_inside, self.weights[rows], 0.0)
 
     def source_rows(self, source: str) -> Tensor:
         """bool [T], the rows that come from corpus `source`."""
