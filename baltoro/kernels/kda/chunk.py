@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 
 from baltoro.errors import ShapeError
 from baltoro.kernels.kda.grid import Grid
-from baltoro.kernels.kda.pairs import add_pair_gradients, pair_products, unit_lower_inverse
+from baltoro.kernels.kda.pairs import add_pair_gradients, invert_unit_lower_, pair_products
 from baltoro.kernels.kda.reference import prepare
 from baltoro.kernels.spans import Spans
 
@@ -101,7 +101,7 @@ def _forward(inputs: tuple[Tensor, ...], grid: Grid, scale: float) -> tuple[Tens
     q, k, v, g, beta = (grid.spread(x) for x in (q * scale, k, v, g, beta.unsqueeze(-1)))  # [X, C, *]
     row = k * beta
     a_kk, a_qk, prefix, suffix = pair_products(row, q, k, g)
-    inverse = unit_lower_inverse(a_kk)
+    inverse = invert_unit_lower_(a_kk)
     wu = torch.bmm(inverse, torch.cat((row * prefix, v * beta), -1))
     (w, u), k_out = torch.split(wu, [k.shape[-1], v.shape[-1]], -1), k * suffix
     transition = torch.bmm(w.mT, k_out).neg_()  # [X, K, K], acts from the right on [V, K]

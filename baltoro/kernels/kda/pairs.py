@@ -17,6 +17,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+TINY = 2
+
 
 def pair_products(row: Tensor, q: Tensor, k: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """All [X, C, K], contiguous, C a power of two. `row`: keys times beta, the rows of A_kk.
@@ -55,23 +57,35 @@ def add_pair_gradients(
         d_columns = torch.zeros_like(columns)
         for x, grad, d_x in ((row, d_kk, d_row), (q, d_qk, d_q)):
             block = _corners(grad, half).reshape(-1, half, half)
-            _halves(d_x, half)[:, 1].addcmul_(torch.bmm(block, columns), to_row)
-            d_columns.baddbmm_(block.mT, _halves(x, half)[:, 1] * to_row)
+            _halves(d_x, half)[:, 1].addcmul_(_product(block, columns), to_row)
+            d_columns += _product(block.mT, _halves(x, half)[:, 1] * to_row)
         _halves(d_column, half)[:, 0].addcmul_(d_columns, from_column)
 
 
-def unit_lower_inverse(lower: Tensor) -> Tensor:
-    """(I + strictly lower part)^-1 of [X, C, C], C a power of two: [[A, 0], [B, D]] -> [[A', 0], [-D' B A', D']]."""
-    chunk, half = lower.shape[-1], 1
-    inverse = lower.new_ones(len(lower) * chunk, 1, 1)  # of the diagonal blocks of size `half`
-    while half < chunk:
-        first, second = inverse.view(-1, 2, half, half).unbind(1)
-        below = torch.bmm(second, torch.bmm(_corners(lower, half).reshape(-1, half, half), first))
-        wider = lower.new_zeros(len(first), 2 * half, 2 * half)
-        wider[:, :half, :half], wider[:, half:, half:] = first, second
-        torch.neg(below, out=wider[:, half:, :half])
-        inverse, half = wider, 2 * half
-    return inverse
+def invert_unit_lower_(matrix: Tensor) -> Tensor:
+    """Replace strictly lower triangles L [X, C, C], C a power of two, by (I + L)^-1.
+
+    Of a block [[A, 0], [B, D]] whose A and D are inverses already, B becomes -D B A.
+    """
+    matrix.diagonal(dim1=1, dim2=2).fill_(1)
+    _corners(matrix, 1).neg_()
+    half = 2
+    while half < matrix.shape[-1]:
+        first, second = (x.reshape(-1, half, half) for x in _diagonals(matrix, half))
+        below = _corners(matrix, half)
+        below.copy_(torch.bmm(second, torch.bmm(below.reshape(-1, half, half), first)).view(below.shape).neg_())
+        half *= 2
+    return matrix
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """a [B, h, h] times b [B, h, K]; batched products of tiny matrices cost ten times their arithmetic on a CPU."""
+    if a.shape[-1] > TINY:
+        return torch.bmm(a, b)
+    out = a[:, :, :1] * b[:, :1]
+    for j in range(1, a.shape[-1]):
+        out.addcmul_(a[:, :, j : j + 1], b[:, j : j + 1])
+    return out
 
 
 def _levels(prefix: Tensor, suffix: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
@@ -96,6 +110,16 @@ def _halves(x: Tensor, half: int) -> Tensor:
 
 def _corners(matrix: Tensor, half: int) -> Tensor:
     """View contiguous [X, C, C] as [X, C / (2 half), half, half]: second half against first half of every block."""
+    return _blocks(matrix, half)[:, half:, :half].permute(0, 3, 1, 2)
+
+
+def _diagonals(matrix: Tensor, half: int) -> tuple[Tensor, Tensor]:
+    """As `_corners`: first half against first half, second against second."""
+    blocks = _blocks(matrix, half)
+    return blocks[:, :half, :half].permute(0, 3, 1, 2), blocks[:, half:, half:].permute(0, 3, 1, 2)
+
+
+def _blocks(matrix: Tensor, half: int) -> Tensor:
+    """View contiguous [X, C, C] as [X, 2 half, 2 half, C / (2 half)]: the blocks on its diagonal."""
     size, chunk = 2 * half, matrix.shape[-1]
-    blocks = matrix.view(-1, chunk // size, size, chunk // size, size).diagonal(dim1=1, dim2=3)
-    return blocks[:, half:, :half].permute(0, 3, 1, 2)
+    return matrix.view(-1, chunk // size, size, chunk // size, size).diagonal(dim1=1, dim2=3)
