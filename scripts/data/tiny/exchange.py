@@ -21,6 +21,7 @@ Effort = Literal["low", "high", "max"]
 
 # How often each mode comes in training. "max" is what K3's servers ask for when a request says nothing.
 MODES: Mapping[str, int] = {"max": 38, "high": 18, "low": 18, "plain": 8, "off": 18}
+PICTURE_MODES: Mapping[str, int] = {"max": 30, "high": 10, "low": 12, "plain": 8, "off": 40}
 HARD_MODES: Mapping[str, int] = {"max": 46, "high": 22, "low": 16, "plain": 8, "off": 8}
 SYSTEMS = (
     "You are a helpful assistant.", "You are tiny, a small model.", "Answer briefly.", "You are a careful assistant.",

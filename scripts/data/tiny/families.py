@@ -25,7 +25,7 @@ from scripts.data.tiny import (
     tools,
     wordnet,
 )
-from scripts.data.tiny.exchange import HARD_MODES, Dialogue, Exchange, Split, grouped
+from scripts.data.tiny.exchange import HARD_MODES, PICTURE_MODES, Dialogue, Exchange, Split, grouped
 from scripts.data.tiny.ink import load_ink
 from scripts.data.tiny.questions import Fact
 
@@ -59,7 +59,6 @@ class Family:
 
     count: int
     stream: Stream
-    has_pictures: bool = False
 
 
 def fillers(context: Context, rng: Random, split: Split) -> Iterator[Exchange]:
@@ -95,16 +94,25 @@ def _alone(exchanges: Callable[[Context, Random, Split], Iterator[Exchange]], *t
     return stream
 
 
+def _pictures(exchanges: Callable[[Context, Random, Split], Iterator[Exchange]]) -> Stream:
+    """Several pictures in most dialogues: the part of a prompt that is always the same is long beside a picture."""
+
+    def stream(context: Context, rng: Random, split: Split) -> Iterator[Dialogue]:
+        return grouped(exchanges(context, rng, split), rng, (1, 1, 2, 3, 4), PICTURE_MODES)
+
+    return stream
+
+
 FAMILIES: Mapping[str, Family] = {
-    "arithmetic": Family(42_000, _alone(lambda c, r, s: arithmetic.exchanges(r, s), 1, 1, 1, 2, 3)),
-    "problems": Family(15_000, _alone(lambda c, r, s: problems.exchanges(c.pools, r, s), 1, 1, 2)),
-    "gym": Family(50_000, lambda c, r, s: grouped(gym.exchanges(r, s), r, (1,), HARD_MODES)),
-    "letters": Family(16_000, _alone(lambda c, r, s: letters.exchanges(c.pools, r, s), 1, 2, 3)),
-    "tools": Family(20_000, lambda c, r, s: tools.dialogues(c.pools, fillers(c, r, s), r, s)),
-    "schemas": Family(10_000, lambda c, r, s: schemas.dialogues(c.pools, r, s)),
-    "questions": Family(17_000, _alone(lambda c, r, s: questions.exchanges(c.facts, r, s), 1, 2, 3)),
-    "reading": Family(11_000, _alone(lambda c, r, s: reading.exchanges(c.pools, r, s))),
-    "talk": Family(7_000, _alone(mixed, 1, 2, 3, 4)),
-    "digits": Family(16_000, _alone(lambda c, r, s: pictures.digits(c.labels, r, s)), True),
-    "printed": Family(8_000, _alone(lambda c, r, s: pictures.texts(c.pools.lists["noun"], r, s)), True),
+    "arithmetic": Family(60_000, _alone(lambda c, r, s: arithmetic.exchanges(r, s), 1, 1, 1, 2, 3)),
+    "problems": Family(25_000, _alone(lambda c, r, s: problems.exchanges(c.pools, r, s), 1, 1, 2)),
+    "gym": Family(80_000, lambda c, r, s: grouped(gym.exchanges(r, s), r, (1,), HARD_MODES)),
+    "letters": Family(25_000, _alone(lambda c, r, s: letters.exchanges(c.pools, r, s), 1, 2, 3)),
+    "tools": Family(40_000, lambda c, r, s: tools.dialogues(c.pools, fillers(c, r, s), r, s)),
+    "schemas": Family(18_000, lambda c, r, s: schemas.dialogues(c.pools, r, s)),
+    "questions": Family(20_000, _alone(lambda c, r, s: questions.exchanges(c.facts, r, s), 1, 2, 3)),
+    "reading": Family(18_000, _alone(lambda c, r, s: reading.exchanges(c.pools, r, s))),
+    "talk": Family(10_000, _alone(mixed, 1, 2, 3, 4)),
+    "digits": Family(24_000, _pictures(lambda c, r, s: pictures.digits(c.labels, r, s))),
+    "printed": Family(14_000, _pictures(lambda c, r, s: pictures.texts(c.pools.lists["noun"], r, s))),
 }

@@ -68,20 +68,20 @@ def _short_text(words: Sequence[str], rng: Random) -> str:
 
 
 def _vary(rng: Random, text: str, font: int, width: int, size: float) -> Picture:
-    """A picture with drawn distortions; two in three are white on black or black on white, without noise."""
-    if rng.random() < 0.66:
+    """A picture with drawn distortions; three in four are white on black or black on white, without noise."""
+    if rng.random() < 0.75:
         ink, paper, noise = (255, 0, 0) if rng.random() < 0.5 else (0, 255, 0)
     else:
         dark, bright = rng.randint(0, 90), rng.randint(150, 255)
         ink, paper = (dark, bright) if rng.random() < 0.5 else (bright, dark)
-        noise = rng.choice((0, 10, 25, 40))
+        noise = rng.choice((0, 10, 25))
     return Picture(
         text=text,
         font=font,
         height=SIDE,
         width=width,
         size=rounded(size),
-        angle=rounded(rng.uniform(-12, 12) if rng.random() < 0.7 else 0.0),
+        angle=rounded(rng.uniform(-10, 10) if rng.random() < 0.6 else 0.0),
         right=rounded(rng.uniform(-0.08, 0.08)),
         down=rounded(rng.uniform(-0.08, 0.08)),
         ink=ink,

