@@ -25,7 +25,7 @@ from baltoro.chat.parser import parse
 from baltoro.chat.stop import cut_at_stop, make_stop_rule
 from baltoro.chat.tokenizer import MEDIA_PAD, Tokenizer
 from baltoro.chat.xtml import render
-from baltoro.errors import QueueFull, RequestError
+from baltoro.errors import ConfigError, QueueFull, RequestError
 from baltoro.protocol.completion import Completion, TokenDelta, TopLogprob
 from baltoro.protocol.sampling import SamplingParams, StopRule, TokenMask
 from baltoro.protocol.worker import MediaItem, Submit
@@ -57,6 +57,11 @@ class LLM:
             masks=self._mask,
         )
         self._numbers = itertools.count()
+        num_ids, vocab = self.tokenizer.vocab_size, self.engine.model_config.vocab_size
+        if num_ids < vocab:
+            raise ConfigError(
+                f"{model}: the model has {vocab} ids, its tokenizer only {num_ids}; they do not belong together"
+            )
 
     # ---- front doors ---------------------------------------------------------------------------------------------
     def generate(

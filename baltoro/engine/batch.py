@@ -12,7 +12,7 @@ Door for overlap: a plan made while another is in flight would name a token by i
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -40,6 +40,7 @@ class Draw:
     """How the token after a span is sampled: depends on nothing but this and the logits.
 
     position  of the token to be drawn; with `seed` it defines the random number
+    prompt    ids of the prompt, each once, and counts of the output's ids: None unless a penalty needs them
     banned    ids that may not come yet (ends, while below min_tokens)
     allowed   bitmask of a grammar; empty: every id
     """
@@ -47,7 +48,7 @@ class Draw:
     params: SamplingParams
     seed: int
     position: int
-    prompt: Sequence[int] = ()
+    prompt: Collection[int] = ()
     counts: Mapping[int, int] | None = None
     banned: tuple[int, ...] = ()
     allowed: bytes = b""
@@ -182,8 +183,7 @@ def make_draw(request: Request) -> Draw:
     position = len(request.tokens)
     if not has_penalty(params):
         return Draw(params, request.seed, position, banned=banned, allowed=allowed)
-    prompt = request.tokens[: request.num_prompt] if params.repetition_penalty != 1.0 else ()
-    return Draw(params, request.seed, position, prompt, request.counts, banned, allowed)
+    return Draw(params, request.seed, position, request.prompt_ids, request.counts, banned, allowed)
 
 
 def num_pages(span: Span, page_size: int) -> int:

@@ -81,6 +81,7 @@ class Engine:
             seed = int(uniform(self.config.seed, self._arrivals) * 2**53)
         stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos_ids)
         max_tokens = min(params.max_tokens, self.plan.max_context - len(submit.token_ids))
+        prompt_ids = frozenset(submit.token_ids if params.repetition_penalty != 1.0 else ())
         requests = [
             Request(
                 request_id=submit.request_id,
@@ -93,6 +94,7 @@ class Engine:
                 tokens=list(submit.token_ids),
                 num_prompt=len(submit.token_ids),
                 max_tokens=max_tokens,
+                prompt_ids=prompt_ids,
                 stop_ids=stop_ids,
                 stop_rule=self._stop_rules(params) if self._stop_rules is not None else None,
                 mask=self._masks(submit) if self._masks is not None else None,

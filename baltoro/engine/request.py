@@ -76,8 +76,9 @@ class Request:
     wish: Ending | None = None
     """How it ends once the plan in flight is committed."""
     num_since_admitted: int = 0
+    prompt_ids: frozenset[int] = frozenset()
     counts: Counter[int] = field(default_factory=Counter)
-    """Output tokens, counted only when a penalty needs it."""
+    """Ids of prompt and output, kept only when a penalty needs them."""
     prompt_logprobs: list[float] = field(default_factory=list)
     """Of the second prompt token onwards, as far as they are known, if they were asked for."""
     prompt_tops: list[tuple[TopLogprob, ...]] = field(default_factory=list)

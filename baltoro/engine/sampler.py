@@ -108,7 +108,7 @@ def _edit(row: Tensor, draw: Draw) -> None:
     if draw.counts is not None:
         kernel.penalise(
             row,
-            torch.tensor(sorted({*draw.prompt, *draw.counts}), dtype=torch.int64, device=device),
+            torch.tensor(list({*draw.prompt, *draw.counts}), dtype=torch.int64, device=device),
             torch.tensor(list(draw.counts), dtype=torch.int64, device=device),
             torch.tensor(list(draw.counts.values()), dtype=row.dtype, device=device),
             repetition=params.repetition_penalty,

@@ -22,7 +22,7 @@ from baltoro.engine.deltas import make_delta
 from baltoro.engine.memory import Memory
 from baltoro.engine.queue import Headroom, WaitingLine, insert_in_order, remove_in_order
 from baltoro.engine.request import Ending, Request, State
-from baltoro.errors import InvariantError
+from baltoro.errors import InvariantError, UserError
 from baltoro.protocol.completion import TokenDelta
 
 ABORTED = Ending("abort")
@@ -230,7 +230,11 @@ class Scheduler:
             self._finish(request, NO_TOKEN_ALLOWED if is_mask_empty else NO_NUMBER)
             return
         self.counts.output_tokens += 1
-        ending = request.take(found.token)
+        try:
+            ending = request.take(found.token)
+        except UserError as error:  # its stop rule or mask cannot go on
+            self._finish(request, Ending("error", error=str(error), error_status=error.status))
+            return
         if ending is not None:
             self._finish(request, ending, found)
         else:

@@ -23,7 +23,8 @@ class MediaItem(msgspec.Struct, frozen=True):
 
 
 class Submit(msgspec.Struct, frozen=True, kw_only=True, tag="submit"):
-    """Start a request. `media` fills the runs of media-pad ids in `token_ids`, in order.
+    """Start a request. `media` fills the runs of media-pad ids in `token_ids`, in order; a higher `priority` is served
+    first and loses its memory last.
 
     `grammar` is a llguidance grammar in its serialised JSON form; it rules from the first token on, or, when
     `grammar_after` is given, from the first position after that run of ids has been produced.

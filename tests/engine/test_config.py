@@ -13,8 +13,9 @@ from baltoro.config import build
 from baltoro.engine.config import EngineConfig
 from baltoro.engine.planner import arena_layout, free_bytes, plan_memory, resolve_dtype
 from baltoro.errors import ConfigError
+from baltoro.model.sizes import measure
 from tests.engine.stub import stub_config
-from tests.tiny import tiny_k3
+from tests.tiny import tiny_k3, tiny_kimi_linear
 
 
 @pytest.mark.parametrize(
@@ -53,6 +54,14 @@ def test_bytes_of_one_slot_and_one_page_follow_from_the_shape() -> None:
     assert layout.slot_bytes == 3072 + 1728
     assert layout.page_bytes == 16 * 3 * 20 * 2
     assert arena_layout(config, torch.float64, 16).slot_parts[0].dtype == torch.float64
+
+
+def test_the_arena_holds_what_sizes_says() -> None:
+    """One arithmetic: both families."""
+    for config in (tiny_k3(dtype="bfloat16"), tiny_kimi_linear(dtype="bfloat16")):
+        wanted, layout = measure(config), arena_layout(config, torch.bfloat16, 16)
+        assert layout.page_bytes == 16 * wanted.kv_bytes_per_token
+        assert sum(part.num_bytes for part in layout.slot_parts) == wanted.state_bytes_per_request
 
 
 @settings(max_examples=60, deadline=None)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from baltoro.engine.config import EngineConfig
 from baltoro.engine.engine import Engine
+from baltoro.errors import RequestError
 from baltoro.protocol.sampling import SamplingParams
 from baltoro.protocol.worker import Submit
 from tests.engine.stub import StubModel, expected, run, submit, tokens_of
@@ -85,3 +86,21 @@ def test_every_completion_has_a_mask_of_its_own_and_obeys_it() -> None:
     outputs = [tokens_of(deltas["a", index]) for index in range(2)]
     assert [mask.seen for mask in masks] == outputs, "a retraction does not push a token twice"
     assert all(token % 2 == 0 and token < 40 for output in outputs for token in output)
+
+
+class _Confused:
+    """A rule that meets an id it has no text for."""
+
+    def push(self, token: int) -> int | None:
+        raise RequestError(f"token id {token} is outside the vocabulary")
+
+
+def test_a_rule_that_cannot_go_on_fails_its_request_alone() -> None:
+    config = EngineConfig(page_size=4, num_pages=40, num_slots=4, dtype="float32")
+    engine = Engine(StubModel(), config, stop_rules=lambda params: _Confused() if params.stop else None)
+    submit(engine, "bad", [1, 2, 3], stop=("x",))
+    submit(engine, "good", [1, 2, 3], max_tokens=12)
+    deltas = run(engine)
+    (failure,) = deltas["bad", 0]
+    assert failure.error_status == 400 and "outside the vocabulary" in str(failure.error)
+    assert tokens_of(deltas["good", 0]) == GREEDY
