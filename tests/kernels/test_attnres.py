@@ -49,3 +49,10 @@ def test_gradients_of_sources_and_query() -> None:
     sources = torch.randn(3, 2, 5, dtype=torch.float64, requires_grad=True)
     query = torch.randn(5, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda s, w: mix(s, w, 1e-5), (sources, query))
+
+
+def test_mix_is_the_same_with_and_without_gradients() -> None:
+    sources, query = torch.randn(4, 6, 9, dtype=torch.float64), torch.randn(9, dtype=torch.float64)
+    with torch.no_grad():
+        plain = mix(sources, query, 1e-5)
+    torch.testing.assert_close(plain, mix(sources, query, 1e-5), atol=1e-14, rtol=0)

@@ -261,3 +261,13 @@ def test_situ_in_several_tiles_gives_the_same(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("baltoro.kernels.moe.reference.CPU_TILE", 8)
     torch.testing.assert_close(situ(gate, up), 100 * torch.tanh(gate / 4) * torch.sigmoid(gate) * torch.tanh(up / 25))
     torch.testing.assert_close(torch.autograd.grad(situ(gate, up), (gate, up), seed), whole, atol=1e-15, rtol=0)
+
+
+@pytest.mark.parametrize("linear_beta", [25.0, None])
+def test_situ_is_the_same_with_and_without_gradients(linear_beta: float | None) -> None:
+    gate, up = torch.randn(6, 5).bfloat16(), torch.randn(6, 5).bfloat16()
+    before = gate.clone(), up.clone()
+    with torch.no_grad():
+        plain = situ_glu(gate, up, beta=4.0, linear_beta=linear_beta)
+    assert torch.equal(plain, situ_glu(gate, up, beta=4.0, linear_beta=linear_beta))
+    assert torch.equal(gate, before[0]) and torch.equal(up, before[1])

@@ -58,8 +58,13 @@ def test_norms_have_the_gradient_of_their_formulas() -> None:
     assert torch.autograd.gradcheck(lambda x: l2_norm(x, 1e-2), (x,))
 
 
-def test_rms_norm_is_the_same_with_and_without_gradients() -> None:
-    x, weight = torch.randn(5, 8).bfloat16(), torch.randn(8).bfloat16()
+def test_norms_are_the_same_with_and_without_gradients() -> None:
+    x, gate, weight = torch.randn(5, 8).bfloat16(), torch.randn(5, 8), torch.randn(8).bfloat16()
+
+    def run() -> tuple[torch.Tensor, ...]:
+        return rms_norm(x, weight, 1e-5), l2_norm(x), gated_rms_norm(x, gate, weight, 1e-5, torch.bfloat16)
+
     with torch.no_grad():
-        plain = rms_norm(x, weight, 1e-5)
-    assert torch.equal(plain, rms_norm(x.requires_grad_(), weight, 1e-5))
+        plain = run()
+    for a, b in zip(plain, run(), strict=True):
+        assert torch.equal(a, b)

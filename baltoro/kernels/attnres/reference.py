@@ -20,15 +20,23 @@ from baltoro.kernels.precision import acc_dtype
 
 def mix(sources: Tensor, query: Tensor, eps: float) -> Tensor:
     """sources [L, T, D] (bank entries, then the running prefix), query [D] -> [T, D] in sources.dtype."""
-    result: Tensor = _Mix.apply(sources, query, eps)  # type: ignore[no-untyped-call]
-    return result
+    if torch.is_grad_enabled():
+        result: Tensor = _Mix.apply(sources, query, eps)  # type: ignore[no-untyped-call]
+        return result
+    wide = sources.to(acc_dtype(sources.dtype))
+    share = torch.softmax((wide @ query.to(wide.dtype)) * _inverse_rms(wide, eps), dim=0)
+    return (wide * share.unsqueeze(-1)).sum(0).to(sources.dtype)
+
+
+def _inverse_rms(wide: Tensor, eps: float) -> Tensor:
+    return torch.rsqrt(wide.square().mean(-1) + eps)
 
 
 class _Mix(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, sources: Tensor, query: Tensor, eps: float) -> Tensor:
         wide = sources.to(acc_dtype(sources.dtype))
-        inverse = torch.rsqrt(wide.square().mean(-1) + eps)
+        inverse = _inverse_rms(wide, eps)
         dots = wide @ query.to(wide.dtype)
         share = torch.softmax(dots * inverse, dim=0)  # [L, T]
         ctx.save_for_backward(sources, query, inverse, dots, share)

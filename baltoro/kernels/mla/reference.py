@@ -13,6 +13,8 @@ from baltoro.errors import ShapeError
 from baltoro.kernels.precision import acc_dtype
 from baltoro.kernels.spans import Spans
 
+QUERIES_AT_ONCE = 256
+
 
 def attend(q: Tensor, k: Tensor, v: Tensor, *, spans: Spans, scale: float, out_dtype: torch.dtype) -> Tensor:
     """Causal attention of packed spans, each over its own keys.
@@ -22,10 +24,13 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, spans: Spans, scale: float, out_d
     """
     if q.shape[0] != spans.num_tokens or k.shape[0] != sum(spans.ends) or v.shape[0] != k.shape[0]:
         raise ShapeError(f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)} for spans {spans.lengths}")
-    outputs, ends = [], list(spans.ends)
+    ends, outputs = list(spans.ends), []
     parts = zip(torch.split(q, list(spans.lengths)), torch.split(k, ends), torch.split(v, ends), strict=True)
     for queries, keys, values in parts:
-        outputs.append(_attend_one(queries, keys, values, scale))
+        seen = len(keys) - len(queries)
+        for tile in torch.split(queries, QUERIES_AT_ONCE):  # bounds the scores, and skips keys that no query sees
+            seen += len(tile)
+            outputs.append(_attend_one(tile, keys[:seen], values[:seen], scale))
     return torch.cat(outputs).to(out_dtype)
 
 

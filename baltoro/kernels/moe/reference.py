@@ -59,8 +59,10 @@ def situ_glu(gate: Tensor, up: Tensor, *, beta: float, linear_beta: float | None
 
     In the accumulate dtype, rounded once to gate.dtype. Bounded by beta * linear_beta.
     """
-    result: Tensor = _SituGlu.apply(gate, up, beta, linear_beta)  # type: ignore[no-untyped-call]
-    return result
+    if torch.is_grad_enabled():
+        result: Tensor = _SituGlu.apply(gate, up, beta, linear_beta)  # type: ignore[no-untyped-call]
+        return result
+    return _situ(gate, up, beta, linear_beta)
 
 
 class _SituGlu(torch.autograd.Function):
@@ -76,8 +78,7 @@ class _SituGlu(torch.autograd.Function):
         ctx.betas = beta, linear_beta
         out = torch.empty_like(gate)
         for into, gate_tile, up_tile in _tiles(out, gate, up):
-            bent, share, linear = _situ_parts(gate_tile, up_tile, beta, linear_beta)
-            into.copy_(bent.mul_(share).mul_(linear).mul_(beta * (linear_beta or 1.0)))
+            into.copy_(_situ(gate_tile, up_tile, beta, linear_beta))
         return out
 
     @staticmethod
@@ -99,6 +100,11 @@ class _SituGlu(torch.autograd.Function):
             into_gate.copy_(slope)
             into_up.copy_(outer)
         return d_gate, d_up, None, None
+
+
+def _situ(gate: Tensor, up: Tensor, beta: float, linear_beta: float | None) -> Tensor:
+    bent, share, linear = _situ_parts(gate, up, beta, linear_beta)
+    return bent.mul_(share).mul_(linear).mul_(beta * (linear_beta or 1.0)).to(gate.dtype)
 
 
 def _situ_parts(gate: Tensor, up: Tensor, beta: float, linear_beta: float | None) -> tuple[Tensor, Tensor, Tensor]:

@@ -2,6 +2,7 @@
 
 In: [..., D] of any float dtype. Invariants: statistics in the accumulate dtype; no mean is subtracted, no bias, the
 weight is used as it is (not 1 + weight). Gradients are written out: a norm then keeps its input and one number per row.
+Without gradients the formula runs by itself, which at decode sizes costs half as much.
 Source: spec/k3.md 3.1 and 3.4 steps 4 and 9.
 """
 
@@ -31,14 +32,20 @@ def gated_rms_norm(o: Tensor, gate: Tensor, weight: Tensor, eps: float, out_dtyp
     o and gate [..., V], weight [V].
     """
     acc = acc_dtype(torch.promote_types(o.dtype, out_dtype))
-    result: Tensor = _GatedRMSNorm.apply(o.to(acc), gate.to(acc), weight.to(acc), eps)  # type: ignore[no-untyped-call]
-    return result.to(out_dtype)
+    o, gate, weight = o.to(acc), gate.to(acc), weight.to(acc)
+    if torch.is_grad_enabled():
+        result: Tensor = _GatedRMSNorm.apply(o, gate, weight, eps)  # type: ignore[no-untyped-call]
+        return result.to(out_dtype)
+    return (o * _inverse_rms(o, eps)).mul_(weight).mul_(torch.sigmoid(gate)).to(out_dtype)
 
 
 def l2_norm(x: Tensor, eps: float = 1e-6) -> Tensor:
     """x / sqrt(sum(x^2) + eps) over the last dimension, in the accumulate dtype."""
-    result: Tensor = _L2Norm.apply(x.to(acc_dtype(x.dtype)), eps)  # type: ignore[no-untyped-call]
-    return result
+    wide = x.to(acc_dtype(x.dtype))
+    if torch.is_grad_enabled():
+        result: Tensor = _L2Norm.apply(wide, eps)  # type: ignore[no-untyped-call]
+        return result
+    return wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + eps)
 
 
 def _inverse_rms(wide: Tensor, eps: float) -> Tensor:
