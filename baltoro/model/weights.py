@@ -11,9 +11,10 @@ Source: spec/k3.md section 2.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from io import FileIO
 from pathlib import Path
+from types import TracebackType
 
 import numpy as np
 import torch
@@ -124,11 +125,45 @@ def check_params(params: Mapping[str, Tensor], config: K3Config) -> None:
         raise ShapeError(f"parameters are not those of the config; {'; '.join(found)}")
 
 
-def read_tensor(entry: Entry, file: FileIO) -> Tensor:
-    """One tensor as the file has it, in memory of its own. `file` is entry.path, open."""
-    buffer = np.empty(entry.num_bytes, dtype=np.uint8)
-    _read(entry, file, buffer.data)
-    return torch.from_numpy(buffer).view(TORCH_DTYPES[entry.dtype]).view(entry.shape)
+class TensorReader:
+    """Reads tensors of any files, one file open at a time. A context manager."""
+
+    def __init__(self) -> None:
+        self._path: Path | None = None
+        self._file: FileIO | None = None
+
+    def __enter__(self) -> TensorReader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def read(self, entry: Entry) -> Tensor:
+        """One tensor as the file has it, in memory of its own."""
+        buffer = np.empty(entry.num_bytes, dtype=np.uint8)
+        self.read_into(entry, buffer.data)
+        return torch.from_numpy(buffer).view(TORCH_DTYPES[entry.dtype]).view(entry.shape)
+
+    def read_into(self, entry: Entry, buffer: memoryview) -> None:
+        """The bytes of one tensor. Errors: WeightsError that names it if the file has become shorter."""
+        file = self._open(entry.path)
+        file.seek(entry.begin)
+        done = 0
+        while done < entry.num_bytes:
+            count = file.readinto(buffer[done:])
+            if not count:
+                raise WeightsError(f"{entry.path} ends inside {entry.name}; fetch it again")
+            done += count
+
+    def _open(self, path: Path) -> FileIO:
+        if self._file is None or self._path != path:
+            if self._file is not None:
+                self._file.close()
+            self._path, self._file = path, path.open("rb", buffering=0)
+        return self._file
 
 
 def buffer_of(tensor: Tensor) -> memoryview:
@@ -154,42 +189,21 @@ def dtype_word(dtype: torch.dtype) -> str:
 def _fill_all(params: Mapping[str, Tensor], config: K3Config, pairs: list[tuple[TensorSpec, Entry]]) -> None:
     """Copy files into parameters, in the order in which they lie."""
     check_params(params, config)
-    with torch.no_grad():
-        for spec, entry, file in _opened(pairs):
+    with torch.no_grad(), TensorReader() as reader:
+        for spec, entry in pairs:
             place = params[spec.param].detach()
-            _fill(place if spec.index is None else place[spec.index], spec, entry, file)
+            _fill(place if spec.index is None else place[spec.index], spec, entry, reader)
 
 
-def _opened(pairs: list[tuple[TensorSpec, Entry]]) -> Iterator[tuple[TensorSpec, Entry, FileIO]]:
-    """Each pair with its file; one file is open at a time."""
-    at = 0
-    while at < len(pairs):
-        path = pairs[at][1].path
-        with path.open("rb", buffering=0) as file:
-            while at < len(pairs) and pairs[at][1].path == path:
-                yield *pairs[at], file
-                at += 1
-
-
-def _fill(place: Tensor, spec: TensorSpec, entry: Entry, file: FileIO) -> None:
+def _fill(place: Tensor, spec: TensorSpec, entry: Entry, reader: TensorReader) -> None:
     is_same = place.dtype == TORCH_DTYPES[entry.dtype] and tuple(place.shape) == entry.shape
     if is_same and place.device.type == "cpu" and place.is_contiguous():
-        _read(entry, file, buffer_of(place))
+        reader.read_into(entry, buffer_of(place))
         return
-    value = read_tensor(entry, file)
+    value = reader.read(entry)
     if spec.is_padded:  # what lies behind the heads is padding
         value = value.view(-1)[: place.shape[0]]
     place.copy_(value)
-
-
-def _read(entry: Entry, file: FileIO, buffer: memoryview) -> None:
-    file.seek(entry.begin)
-    done = 0
-    while done < entry.num_bytes:
-        count = file.readinto(buffer[done:])
-        if not count:
-            raise WeightsError(f"{entry.path} ends inside {entry.name}; fetch it again")
-        done += count
 
 
 def _file_value(params: Mapping[str, Tensor], spec: TensorSpec) -> Tensor:

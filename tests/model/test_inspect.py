@@ -51,6 +51,10 @@ def edit_index(folder: Path, edit: Callable[[dict[str, Any]], Any]) -> None:
     (folder / INDEX_NAME).write_text(json.dumps(index))
 
 
+def total(index: dict[str, Any]) -> int:
+    return int(index["metadata"]["total_size"])
+
+
 def file_of(folder: Path, name: str) -> str:
     return str(json.loads((folder / INDEX_NAME).read_text())["weight_map"][name])
 
@@ -96,9 +100,11 @@ def test_the_config_may_lie_elsewhere(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("shape", [(3,), (12,), (1, 1, 3, 1)])
-def test_every_known_form_of_a_log_is_good(tmp_path: Path, shape: tuple[int, ...]) -> None:
-    saved(tmp_path)
-    edit_tensors(tmp_path, SINGLE_NAME, lambda t: t.update({A_LOG: torch.zeros(shape)}))
+def test_every_known_form_of_a_log_is_good_and_its_bytes_are_the_file_s(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    saved(tmp_path, several=True)
+    value = torch.zeros(shape)
+    edit_tensors(tmp_path, file_of(tmp_path, A_LOG), lambda t: t.update({A_LOG: value}))
+    edit_index(tmp_path, lambda index: index["metadata"].update(total_size=total(index) + value.nbytes - 8 * 4))
     assert inspect_checkpoint(tmp_path).is_good
 
 
@@ -128,9 +134,10 @@ def test_an_unexpected_tensor_is_named(tmp_path: Path) -> None:
     assert found(inspect_checkpoint(tmp_path)) == [("unexpected", "extra")]
 
 
-def test_a_total_that_is_off_by_one_is_noticed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("error", [-1, 1])
+def test_a_total_that_is_off_by_one_is_noticed(tmp_path: Path, error: int) -> None:
     saved(tmp_path, several=True)
-    edit_index(tmp_path, lambda index: index["metadata"].update(total_size=index["metadata"]["total_size"] + 1))
+    edit_index(tmp_path, lambda index: index["metadata"].update(total_size=total(index) + error))
     assert found(inspect_checkpoint(tmp_path)) == [("bytes", "total_size")]
 
 
