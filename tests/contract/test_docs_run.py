@@ -99,6 +99,12 @@ def complaint(words: list[str]) -> str | None:
     command = verb(words[0])
     if command is None:
         return f"there is no verb {words[0]}"
+    if (
+        hasattr(command, "get_command") and len(words) > 1 and not words[1].startswith("-")
+    ):  # a verb with verbs of its own
+        command, words = command.get_command(click.Context(command), words[1]), words[1:]
+        if command is None:
+            return f"there is no verb {words[0]}"
     known = {option: item for item in command.params for option in (*item.opts, *item.secondary_opts)}
     room = sum(item.nargs if item.nargs > 0 else 99 for item in command.params if item.param_type_name == "argument")
     rest = words[1:]
