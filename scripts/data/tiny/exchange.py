@@ -19,10 +19,11 @@ Json = dict[str, Any]
 Split = Literal["train", "eval"]
 Effort = Literal["low", "high", "max"]
 
-# How often each mode comes in training. "max" is what K3's servers ask for when a request says nothing.
-MODES: Mapping[str, int] = {"max": 38, "high": 18, "low": 18, "plain": 8, "off": 18}
-PICTURE_MODES: Mapping[str, int] = {"max": 30, "high": 10, "low": 12, "plain": 8, "off": 40}
-HARD_MODES: Mapping[str, int] = {"max": 46, "high": 22, "low": 16, "plain": 8, "off": 8}
+# How often each mode comes in training. "plain" is thinking without a word about effort: what `baltoro serve` does
+# where nothing is asked; it thinks as for "high". "off" is no thinking.
+MODES: Mapping[str, int] = {"plain": 36, "max": 16, "high": 14, "low": 16, "off": 18}
+PICTURE_MODES: Mapping[str, int] = {"plain": 34, "max": 10, "high": 8, "low": 10, "off": 38}
+HARD_MODES: Mapping[str, int] = {"plain": 42, "max": 18, "high": 16, "low": 16, "off": 8}
 SYSTEMS = (
     "You are a helpful assistant.", "You are tiny, a small model.", "Answer briefly.", "You are a careful assistant.",
     "Be short and exact.", "You help with numbers and words.", "You are an assistant that answers questions.",
