@@ -14,13 +14,13 @@ VOCAB = 131
 
 
 def random_documents(count: int, lengths: tuple[int, int], *, seed: int, weighted: bool = False) -> list[Document]:
-    """Documents in which each id follows from the two before it, so that there is something to learn."""
+    """Documents in which each id follows from the one before it, so that there is something to learn."""
     draw = random.Random(seed)
     documents = []
     for _ in range(count):
-        ids = [draw.randrange(20), draw.randrange(20)]
-        while len(ids) < draw.randint(*lengths):
-            ids.append((3 * ids[-1] + ids[-2]) % 100)
+        ids = [draw.randrange(31)]
+        for _ in range(draw.randint(*lengths) - 1):
+            ids.append((3 * ids[-1] + 1) % 31)
         weights = [int(i % 3 > 0) for i in range(len(ids))] if weighted else None
         documents.append(Document(ids, weights))
     return documents
