@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic.json_schema import models_json_schema
 
 from baltoro.errors import RequestError
 
@@ -215,6 +216,14 @@ class DetokenizeRequest(Body):
 
 
 Request = TypeVar("Request", bound=Body)
+
+
+def json_schemas(ref_template: str) -> dict[str, Any]:
+    """JSON schemas of the bodies, by name; `ref_template` has {model} where references name one."""
+    bodies = (ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest)
+    _, whole = models_json_schema([(body, "validation") for body in bodies], ref_template=ref_template)
+    schemas: dict[str, Any] = whole["$defs"]
+    return schemas
 
 
 def parse(kind: type[Request], body: bytes) -> Request:

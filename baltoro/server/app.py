@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import time
+from typing import Any
 
+import msgspec
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
 
 from baltoro.chat.tokenizer import Tokenizer
 from baltoro.errors import BaltoroError, WorkerLost
+from baltoro.protocol.openai import json_schemas
 from baltoro.protocol.openai_reply import ModelCard, ModelList
 from baltoro.protocol.sampling import SamplingParams
 from baltoro.protocol.worker import Submit
@@ -21,7 +24,7 @@ from baltoro.server import chat, completions, errors, generate, native
 from baltoro.server.client import Worker
 from baltoro.server.config import ServerConfig
 from baltoro.server.health import CONTENT_TYPE, Metrics
-from baltoro.server.http import check_key, json_reply
+from baltoro.server.http import SCHEMA_REF, check_key, json_reply
 from baltoro.server.sampling import new_id
 from baltoro.server.service import Service
 from baltoro.server.stream import run
@@ -32,7 +35,7 @@ METRICS_TIMEOUT_S = 2.0
 def create_app(config: ServerConfig, worker: Worker, tokenizer: Tokenizer) -> FastAPI:
     """An application. The worker must be ready."""
     service = Service(config, worker, tokenizer, Metrics(config.model_name), int(time.time()))
-    app = FastAPI(title="baltoro", description="A model of the Kimi K3 architecture over the OpenAI API.")
+    app = _Described(title="baltoro", description="A model of the Kimi K3 architecture over the OpenAI API.")
     errors.install(app)
     app.include_router(_open_routes(service))
 
@@ -43,6 +46,19 @@ def create_app(config: ServerConfig, worker: Worker, tokenizer: Tokenizer) -> Fa
         app.include_router(module.router(service), dependencies=[Depends(needs_key)])
     app.include_router(_models(service), dependencies=[Depends(needs_key)])
     return app
+
+
+class _Described(FastAPI):
+    """Adds the bodies that our routes read themselves to the description of the API."""
+
+    def openapi(self) -> dict[str, Any]:
+        if self.openapi_schema is None:
+            schemas: dict[str, Any] = super().openapi().setdefault("components", {}).setdefault("schemas", {})
+            schemas.update(json_schemas(SCHEMA_REF))
+            own = (generate.GenerateBody, native.AbortBody)
+            _, components = msgspec.json.schema_components(own, ref_template=SCHEMA_REF.replace("model", "name"))
+            schemas.update(components)
+        return super().openapi()
 
 
 def _open_routes(service: Service) -> APIRouter:

@@ -46,7 +46,7 @@ from baltoro.protocol.openai_reply import (
 )
 from baltoro.server.chat_plan import ChatPlan, plan_chat
 from baltoro.server.chat_stream import ChatStream, Piece
-from baltoro.server.http import EventStream, first_of, json_reply, read_body, while_connected
+from baltoro.server.http import EventStream, first_of, json_reply, read_body, takes, while_connected
 from baltoro.server.service import Service
 from baltoro.server.stream import Counts, run
 from baltoro.server.tokens import logprob_entry
@@ -59,7 +59,7 @@ def router(service: Service) -> APIRouter:
     """The route."""
     routes = APIRouter()
 
-    @routes.post("/v1/chat/completions")
+    @routes.post("/v1/chat/completions", openapi_extra=takes(ChatRequest))
     async def chat_completions(request: Request) -> Response:
         """Answer a conversation, as OpenAI's endpoint of that name."""
         raw = await read_body(request, service.config.max_body_bytes)

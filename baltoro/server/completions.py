@@ -21,7 +21,7 @@ from baltoro.protocol.completion import TokenDelta
 from baltoro.protocol.openai import CompletionRequest, parse
 from baltoro.protocol.openai_reply import TextChoice, TextCompletion, TextLogprobs, Usage, to_json, usage
 from baltoro.protocol.worker import Submit
-from baltoro.server.http import EventStream, first_of, json_reply, read_body, while_connected
+from baltoro.server.http import EventStream, first_of, json_reply, read_body, takes, while_connected
 from baltoro.server.sampling import checked_ids, new_id, num_choices, output_room, request_ids, sampling_params
 from baltoro.server.service import Service
 from baltoro.server.stream import Counts, Increment, TextStream, run
@@ -32,7 +32,7 @@ def router(service: Service) -> APIRouter:
     """The route."""
     routes = APIRouter()
 
-    @routes.post("/v1/completions")
+    @routes.post("/v1/completions", openapi_extra=takes(CompletionRequest))
     async def completions(request: Request) -> Response:
         """Complete text, as OpenAI's endpoint of that name."""
         body = parse(CompletionRequest, await read_body(request, service.config.max_body_bytes))

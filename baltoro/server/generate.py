@@ -24,7 +24,7 @@ from baltoro.protocol import sse
 from baltoro.protocol.openai_reply import to_json
 from baltoro.protocol.sampling import SamplingParams
 from baltoro.protocol.worker import Submit
-from baltoro.server.http import EventStream, first_of, json_reply, read_body, while_connected
+from baltoro.server.http import EventStream, first_of, json_reply, read_body, takes, while_connected
 from baltoro.server.native import decode
 from baltoro.server.sampling import checked_ids, new_id, output_room, request_ids, stop_strings
 from baltoro.server.service import Service
@@ -77,7 +77,7 @@ def router(service: Service) -> APIRouter:
     """The route."""
     routes = APIRouter()
 
-    @routes.post("/generate")
+    @routes.post("/generate", openapi_extra=takes(GenerateBody))
     async def generate(request: Request) -> Response:
         """Complete text or ids; ids, logprobs and numbers come back with the text."""
         body = decode(GenerateBody, await read_body(request, service.config.max_body_bytes))

@@ -22,6 +22,14 @@ from baltoro.server.errors import BodyTooLarge, ClientGone, Unauthorized, error_
 
 T = TypeVar("T")
 
+SCHEMA_REF = "#/components/schemas/{model}"
+
+
+def takes(kind: type[Any]) -> dict[str, Any]:
+    """What the API's own description says of a route that reads its body itself."""
+    schema = {"$ref": SCHEMA_REF.format(model=kind.__name__)}
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+
 
 async def read_body(request: Request, limit_bytes: int) -> bytes:
     """The whole body. Errors: BodyTooLarge as soon as it is known."""

@@ -15,7 +15,7 @@ from fastapi import APIRouter, Request, Response
 from baltoro.chat.xtml import render
 from baltoro.errors import RequestError
 from baltoro.protocol.openai import DetokenizeRequest, TokenizeRequest, parse
-from baltoro.server.http import json_reply, read_body
+from baltoro.server.http import json_reply, read_body, takes
 from baltoro.server.sampling import checked_ids
 from baltoro.server.service import Service
 
@@ -34,13 +34,13 @@ def router(service: Service) -> APIRouter:
     routes = APIRouter()
     limit = service.config.max_body_bytes
 
-    @routes.post("/v1/tokenize")
+    @routes.post("/v1/tokenize", openapi_extra=takes(TokenizeRequest))
     @routes.post("/tokenize", include_in_schema=False)
     async def tokenize(request: Request) -> Response:
         """Ids of a text, or of a conversation as the model is shown it."""
         return json_reply(_tokenize(service, parse(TokenizeRequest, await read_body(request, limit))))
 
-    @routes.post("/v1/detokenize")
+    @routes.post("/v1/detokenize", openapi_extra=takes(DetokenizeRequest))
     @routes.post("/detokenize", include_in_schema=False)
     async def detokenize(request: Request) -> Response:
         """Text of ids."""
@@ -56,7 +56,7 @@ def router(service: Service) -> APIRouter:
         await service.worker.flush()
         return json_reply({"success": True})
 
-    @routes.post("/abort_request")
+    @routes.post("/abort_request", openapi_extra=takes(AbortBody))
     async def abort_request(request: Request) -> Response:
         """End a request by its id (`rid`), or all (`abort_all`). Unknown ids are no error: it may have just ended."""
         body = decode(AbortBody, await read_body(request, limit))

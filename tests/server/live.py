@@ -14,7 +14,7 @@ import uvicorn
 @asynccontextmanager
 async def listening(app: Any) -> AsyncIterator[int]:
     """The port on which `app` answers inside the block."""
-    server = uvicorn.Server(uvicorn.Config(app, log_level="error", lifespan="off"))
+    server = uvicorn.Server(uvicorn.Config(app, log_level="error", lifespan="off", timeout_graceful_shutdown=2))
     with socket.create_server(("127.0.0.1", 0)) as listener:
         task = asyncio.create_task(server.serve(sockets=[listener]))
         try:

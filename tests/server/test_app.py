@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import json
+import re
 import subprocess
 import sys
 from typing import Any
@@ -77,6 +79,14 @@ async def test_the_key_opens(make_lab: MakeLab, headers: dict[str, str]) -> None
     lab = await make_lab(api_key="sesame")
     assert (await lab.http.get("/v1/models", headers=headers)).status_code == 200
     assert (await lab.http.get("/v1/models", headers={"x-api-key": "sesame"})).status_code == 200
+
+
+async def test_the_description_of_the_api_names_every_body_it_refers_to(lab: Lab) -> None:
+    text = (await lab.http.get("/openapi.json")).text
+    schemas = json.loads(text)["components"]["schemas"]
+    referred = set(re.findall(r'"#/components/schemas/([^"]+)"', text))
+    assert {"ChatRequest", "CompletionRequest", "GenerateBody", "AbortBody"} <= referred <= set(schemas)
+    assert "messages" in schemas["ChatRequest"]["properties"]
 
 
 async def test_a_body_over_the_limit_is_413(make_lab: MakeLab) -> None:
