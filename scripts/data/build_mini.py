@@ -18,16 +18,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # also without an installed baltoro
 
-import pydocs
-import rst
-import sums
-import train_vocab
-
 from baltoro.chat.messages import normalise
 from baltoro.chat.segments import Segment, encode_segments
 from baltoro.chat.tokenizer import NUM_CONTROL, Tokenizer
 from baltoro.chat.xtml import Options, completion_segments, segments
 from baltoro.trainer.corpus import Document, Manifest, Source, Split, write_corpus, write_manifest
+from scripts.data import pydocs, rst, sums, train_vocab
 
 VOCAB_SIZE = 1280
 NUM_CONVERSATIONS = {"train": 8000, "eval": 300}

@@ -19,9 +19,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # also without an installed baltoro
 
-import rst
-
 from baltoro.trainer.corpus import Source
+from scripts.data import rst
 
 INSTALL_HINT = "apt-get install python3.11-doc"
 LICENCE = "PSF-2.0"

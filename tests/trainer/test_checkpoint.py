@@ -1,4 +1,4 @@
-"""Checkpoints: whole or not at all, refused where they do not fit, and bit-identical continuation, also after kill -9."""
+"""Checkpoints: whole or not at all, refused where they do not fit; going on is bit-identical, also after kill -9."""
 
 from __future__ import annotations
 

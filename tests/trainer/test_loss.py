@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import torch
 
@@ -38,7 +39,7 @@ def test_schedule_warms_up_then_falls_as_a_cosine() -> None:
     optim = OptimConfig(warmup=0.01, final_lr=0.1)
     factors = [lr_factor(step, 1000, optim) for step in range(1000)]
     assert factors[:10] == [(step + 1) / 10 for step in range(10)]
-    assert factors[10] == 1.0 and all(a >= b for a, b in zip(factors[10:], factors[11:], strict=False))
+    assert factors[10] == 1.0 and all(a >= b for a, b in pairwise(factors[10:]))
     assert math.isclose(factors[505], 0.55, abs_tol=1e-3) and math.isclose(factors[-1], 0.1, abs_tol=1e-4)
 
 
