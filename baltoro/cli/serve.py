@@ -121,7 +121,8 @@ def serve(
 
 def _tell_ready(host: str, listener: socket.socket, start: float, config: ServerConfig) -> None:
     """Print that clients may come, and how."""
-    address = f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{listener.getsockname()[1]}"
+    name = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
+    address = f"http://{name}:{listener.getsockname()[1]}"
     key = "" if config.api_key is None else " -H 'Authorization: Bearer KEY'"
     body = f'{{"model": "{config.model_name}", "stream": true, "messages": [{{"role": "user", "content": "Hello"}}]}}'
     print(

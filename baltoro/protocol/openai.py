@@ -16,6 +16,9 @@ from pydantic.json_schema import models_json_schema
 
 from baltoro.errors import RequestError
 
+# Whole numbers travel on to the engine in 64 bits.
+Int = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+
 
 class Body(BaseModel):
     """Base of everything a client sends."""
@@ -150,24 +153,24 @@ class SamplingBody(Body):
     model: str | None = None
     temperature: float | None = None
     top_p: float | None = None
-    top_k: int | None = None
+    top_k: Int | None = None
     min_p: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
-    max_tokens: int | None = None
-    min_tokens: int | None = None
+    max_tokens: Int | None = None
+    min_tokens: Int | None = None
     stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: list[Int] | None = None
     ignore_eos: bool | None = None
-    seed: int | None = None
-    n: int | None = None
+    seed: Int | None = None
+    n: Int | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None
     rid: str | None = None
-    priority: int | None = None
+    priority: Int | None = None
     cache_salt: str | None = None
 
 
@@ -175,9 +178,9 @@ class ChatRequest(SamplingBody):
     """POST /v1/chat/completions."""
 
     messages: Annotated[list[Message], Field(min_length=1)]
-    max_completion_tokens: int | None = None
+    max_completion_tokens: Int | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = None
+    top_logprobs: Int | None = None
     tools: list[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
     parallel_tool_calls: bool | None = None
@@ -190,10 +193,10 @@ class ChatRequest(SamplingBody):
 class CompletionRequest(SamplingBody):
     """POST /v1/completions. `prompt` is one text, several, one list of ids, or several."""
 
-    prompt: str | list[str] | list[int] | list[list[int]]
-    logprobs: int | None = None
+    prompt: str | list[str] | list[Int] | list[list[Int]]
+    logprobs: Int | None = None
     echo: bool | None = None
-    best_of: int | None = None
+    best_of: Int | None = None
     suffix: str | None = None
 
 
@@ -212,7 +215,7 @@ class DetokenizeRequest(Body):
     """POST /v1/detokenize."""
 
     model: str | None = None
-    tokens: list[int]
+    tokens: list[Int]
 
 
 Request = TypeVar("Request", bound=Body)

@@ -13,7 +13,7 @@ import json
 import time
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 from fastapi import APIRouter, Request, Response
@@ -26,30 +26,41 @@ from baltoro.protocol.sampling import SamplingParams
 from baltoro.protocol.worker import Submit
 from baltoro.server.http import EventStream, first_of, json_reply, read_body, takes, while_connected
 from baltoro.server.native import decode
-from baltoro.server.sampling import checked_ids, new_id, output_room, request_ids, stop_strings
+from baltoro.server.sampling import (
+    checked_ids,
+    ids_in_range,
+    logit_bias,
+    new_id,
+    output_room,
+    request_ids,
+    stop_strings,
+)
 from baltoro.server.service import Service
 from baltoro.server.stream import Increment, TextStream, run
 from baltoro.server.tokens import Token, prompt_tokens, spell
+
+# Whole numbers travel on to the engine in 64 bits.
+Int = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 
 
 class GenerateParams(msgspec.Struct):
     """`sampling_params`."""
 
-    max_new_tokens: int = 128
-    min_new_tokens: int = 0
+    max_new_tokens: Int = 128
+    min_new_tokens: Int = 0
     temperature: float = 1.0
     top_p: float = 1.0
-    top_k: int = -1
+    top_k: Int = -1
     min_p: float = 0.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: list[Int] | None = None
     ignore_eos: bool = False
-    sampling_seed: int | None = None
-    n: int = 1
-    logit_bias: dict[int, float] | None = None
+    sampling_seed: Int | None = None
+    n: Int = 1
+    logit_bias: dict[str, float] | None = None
     skip_special_tokens: bool = True
     no_stop_trim: bool = False
     json_schema: str | None = None
@@ -61,15 +72,15 @@ class GenerateBody(msgspec.Struct):
     """Body of /generate."""
 
     text: str | list[str] | None = None
-    input_ids: list[int | list[int]] | None = None
+    input_ids: list[Int | list[Int]] | None = None
     sampling_params: GenerateParams = msgspec.field(default_factory=GenerateParams)
     stream: bool = False
     rid: str | None = None
     return_logprob: bool = False
-    logprob_start_len: int = -1
-    top_logprobs_num: int = 0
+    logprob_start_len: Int = -1
+    top_logprobs_num: Int = 0
     return_text_in_logprobs: bool = False
-    priority: int = 0
+    priority: Int = 0
     extra_key: str = ""
 
 
@@ -131,7 +142,7 @@ class Job:
         )
 
     def _submit(self, ids: tuple[int, ...], rid: str) -> Submit:
-        body, asked = self._body, self._body.sampling_params
+        body, asked, vocab_size = self._body, self._body.sampling_params, self._service.tokenizer.vocab_size
         if asked.regex or asked.ebnf:
             raise RequestError("regex and ebnf are not supported; use json_schema", param="sampling_params")
         room = output_room(len(ids), None, self._service.config, prompt_field="text" if body.text else "input_ids")
@@ -143,10 +154,10 @@ class Job:
             max_tokens=max_tokens,
             min_tokens=min(asked.min_new_tokens, max_tokens),
             stop=stop_strings(asked.stop),
-            stop_token_ids=tuple(asked.stop_token_ids or ()),
+            stop_token_ids=ids_in_range(asked.stop_token_ids or [], vocab_size, "sampling_params.stop_token_ids"),
             ignore_eos=asked.ignore_eos,
             seed=None if asked.sampling_seed is None else asked.sampling_seed % (1 << 63),
-            logit_bias=asked.logit_bias or {},
+            logit_bias=logit_bias(asked.logit_bias or {}, vocab_size, "sampling_params.logit_bias"),
             logprobs=body.top_logprobs_num if body.return_logprob else None,
             prompt_logprobs=body.top_logprobs_num if body.return_logprob and body.logprob_start_len >= 0 else None,
         )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from baltoro.errors import ContextLengthError, RequestError
@@ -57,9 +58,9 @@ def sampling_params(
     return SamplingParams(
         **fields,
         max_tokens=max_tokens,
-        logit_bias=_logit_bias(body.logit_bias or {}, vocab_size),
+        logit_bias=logit_bias(body.logit_bias or {}, vocab_size),
         stop=stop_strings(body.stop),
-        stop_token_ids=_ids(body.stop_token_ids or [], vocab_size, "stop_token_ids"),
+        stop_token_ids=ids_in_range(body.stop_token_ids or [], vocab_size, "stop_token_ids"),
         seed=None if body.seed is None else body.seed % (1 << 63),
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
@@ -105,16 +106,18 @@ def checked_ids(ids: list[int], vocab_size: int, field: str) -> tuple[int, ...]:
     """Prompt ids of a client. Errors: RequestError when there are none or one is no id."""
     if not ids:
         raise RequestError(f"{field} must not be empty", param=field)
-    return _ids(ids, vocab_size, field)
+    return ids_in_range(ids, vocab_size, field)
 
 
-def _ids(ids: list[int], vocab_size: int, field: str) -> tuple[int, ...]:
+def ids_in_range(ids: Sequence[int], vocab_size: int, field: str) -> tuple[int, ...]:
+    """Ids of a client. Errors: RequestError when one is no id."""
     if any(not 0 <= i < vocab_size for i in ids):
         raise RequestError(f"{field} must hold ids from 0 to {vocab_size - 1}", param=field)
     return tuple(ids)
 
 
-def _logit_bias(bias: dict[str, float], vocab_size: int) -> dict[int, float]:
+def logit_bias(bias: Mapping[str, float], vocab_size: int, field: str = "logit_bias") -> dict[int, float]:
+    """Biases by id. Errors: RequestError when a key is no id."""
     if any(not key.isdecimal() or int(key) >= vocab_size for key in bias):
-        raise RequestError(f"logit_bias must map ids from 0 to {vocab_size - 1} to numbers", param="logit_bias")
+        raise RequestError(f"{field} must map ids from 0 to {vocab_size - 1} to numbers", param=field)
     return {int(key): value for key, value in bias.items()}
