@@ -62,3 +62,82 @@ def evaluate(
     if json is not None:
         settings = {"url": url, "model": name, "questions": str(questions), "families": wanted, "limit": limit}
         json.write_text(as_json(rows, verdicts, settings), encoding="utf-8")
+
+
+@app.command()
+def engine(
+    model: Annotated[Path | None, typer.Argument(help="Model folder. Default: the one in models/.")] = None,
+    peer: Annotated[bool, typer.Option(help="Also against transformers, on random Kimi-Linear weights.")] = False,
+    rounds: Annotated[int, typer.Option(min=1)] = 5,
+    json: Annotated[Path, typer.Option(help="File to write.")] = Path("bench/results/engine.json"),
+) -> None:
+    """First token, one stream, sixteen streams, in this process; optionally beside transformers.
+
+    Example:
+
+        baltoro bench engine --peer
+    """
+    import tempfile
+
+    from baltoro.bench.engine import against_transformers, engine_rounds, engine_summary, kimi_linear_shape
+    from baltoro.bench.record import write_record
+    from baltoro.cli.box import find_model
+    from baltoro.llm import LLM
+
+    folder = find_model(model)
+    results = {"engine": engine_summary(engine_rounds(LLM(folder), rounds=rounds))}
+    _print_medians(f"{folder.name}, in process", results["engine"]["medians"])
+    if peer:
+        from baltoro.model.build import new_model
+        from baltoro.model.weights import save_model
+
+        with tempfile.TemporaryDirectory() as scratch:
+            save_model(new_model(kimi_linear_shape(), std=0.05), scratch)
+            results["transformers"] = against_transformers(Path(scratch), rounds=min(rounds, 3))
+        for case, found in results["transformers"].items():
+            _print_medians(f"{case} lengths, tokens/s", found["medians"] | {"ratio": found["ratio"]})
+    write_record(json, "engine", {"model": str(folder), "rounds": rounds}, results)
+    print(f"wrote {json}")
+
+
+@app.command()
+def serve(
+    model: Annotated[Path | None, typer.Argument(help="Model folder. Default: the one in models/.")] = None,
+    peer: Annotated[bool, typer.Option(help="Also mlx-lm's server on the same folder (extra `peers`).")] = False,
+    rounds: Annotated[int, typer.Option(min=1)] = 5,
+    json: Annotated[Path, typer.Option(help="File to write.")] = Path("bench/results/serve.json"),
+) -> None:
+    """First token, one stream, sixteen streams, over HTTP; optionally beside mlx-lm's server on the same files.
+
+    Example:
+
+        baltoro bench serve --peer
+    """
+    from contextlib import ExitStack
+    from dataclasses import asdict
+
+    from rich.progress import Progress
+
+    from baltoro.bench.processes import mlx_server, our_server
+    from baltoro.bench.record import write_record
+    from baltoro.bench.serve import Load, measure, summary
+    from baltoro.cli.box import find_model
+
+    folder, load = find_model(model), Load(rounds=rounds)
+    with ExitStack() as stack, Progress(transient=True) as bar:
+        servers = [stack.enter_context(our_server(folder))]
+        if peer:
+            servers.append(stack.enter_context(mlx_server(folder)))
+        task = bar.add_task("rounds", total=(rounds + 1) * len(servers))
+        results = summary(measure(servers, load, lambda: bar.update(task, advance=1)))
+        results["servers"] = {s.name: {"start_s": s.start_s, "resident_bytes": s.resident_bytes()} for s in servers}
+    for name, medians in results["medians"].items():
+        _print_medians(name, medians)
+    for name, ratios in results["ratios"].items():
+        _print_medians(f"baltoro over {name}", ratios)
+    write_record(json, "serve", {"model": str(folder), **asdict(load)}, results)
+    print(f"wrote {json}")
+
+
+def _print_medians(title: str, figures: dict[str, float]) -> None:
+    print(title + ": " + ", ".join(f"{name} {value:.3g}" for name, value in figures.items()))
