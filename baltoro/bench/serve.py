@@ -55,10 +55,8 @@ def measure(servers: Sequence[Server], load: Load, on_round: Callable[[], None])
 
 def summary(rounds: dict[str, list[Round]], ours: str = "baltoro") -> dict[str, Any]:
     """Medians of each server, and ours over each other's."""
-    medians = {
-        name: {key: median([asdict(r)[key] for r in found]) for key in asdict(found[0])}
-        for name, found in rounds.items()
-    }
+    samples = {name: [asdict(r) for r in found] for name, found in rounds.items()}
+    medians = {name: {key: median([r[key] for r in rows]) for key in rows[0]} for name, rows in samples.items()}
     ratios = {
         name: {key: medians[ours][key] / max(theirs[key], 1e-12) for key in ("one_tokens_per_s", "all_tokens_per_s")}
         for name, theirs in medians.items()
