@@ -10,10 +10,14 @@ import typer
 
 
 class Packed(StrEnum):
+    """Packed forms that can be written."""
+
     mxfp4 = "mxfp4"
 
 
 class Dense(StrEnum):
+    """Dtypes that hold every packed value exactly."""
+
     bf16 = "bf16"
     fp32 = "fp32"
 

@@ -34,6 +34,8 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Tally:
+    """How many tensors, and their bytes."""
+
     num_tensors: int
     num_bytes: int
 
