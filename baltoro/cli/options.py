@@ -6,25 +6,22 @@ In: texts and paths of a user. Out: checked values. Errors: ConfigError names th
 from __future__ import annotations
 
 import json
-import re
 import socket
 from pathlib import Path
 
+from baltoro.cli.units import parse_bytes
 from baltoro.errors import ConfigError
 from baltoro.model.config import K3Config
 
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(I?)B?", re.IGNORECASE)
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 def size_bytes(text: str, option: str) -> int:
     """Bytes of a size such as 4GiB, 500M or 1048576."""
-    match = _SIZE.fullmatch(text.strip())
-    if match is None:
-        raise ConfigError(f"{option} {text!r} is no size; write it like 4GiB, 500MB or 1048576")
-    number, unit, binary = match.groups()
-    base = 1024 if binary else 1000
-    return int(float(number) * base ** " KMGT".index(unit.upper() or " "))
+    try:
+        return parse_bytes(text)
+    except ConfigError as error:
+        raise ConfigError(f"{option}: {error}") from error
 
 
 def read_key(given: str | None) -> str | None:

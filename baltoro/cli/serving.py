@@ -19,7 +19,7 @@ import uvicorn
 
 from baltoro.chat.tokenizer import Tokenizer
 from baltoro.cli.engine_process import STOP_S, EngineProcess
-from baltoro.errors import WorkerLost
+from baltoro.errors import ConfigError, WorkerLost
 from baltoro.server.app import create_app
 from baltoro.server.client import WorkerClient
 from baltoro.server.config import ServerConfig
@@ -69,6 +69,7 @@ class _Serving:
             info = await self._ready(worker)
             if info is None:
                 return 0
+            check_vocabulary(info["model"]["vocab_size"], tokenizer.vocab_size)
             self._config = replace(self._config, max_context_tokens=info["model"]["max_context"])
             await self._serve(worker, tokenizer)
             if worker.failure is not None:
@@ -112,6 +113,14 @@ class _Serving:
     def _stop(self) -> None:
         if self._http is not None:
             self._http.should_exit = True
+
+
+def check_vocabulary(num_model: int, num_tokenizer: int) -> None:
+    """Errors: ConfigError if the model can say ids that the tokenizer cannot spell."""
+    if num_tokenizer < num_model:
+        raise ConfigError(
+            f"the model has {num_model} ids, its tokenizer only {num_tokenizer}: they do not fit together"
+        )
 
 
 class _ReadyServer(uvicorn.Server):

@@ -3,12 +3,16 @@ from __future__ import annotations
 import json
 import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from baltoro.cli.box import find_model
 from baltoro.cli.options import bind, default_sampling, read_key, size_bytes
-from baltoro.errors import ConfigError
+from baltoro.cli.serve import serve
+from baltoro.cli.serving import check_vocabulary
+from baltoro.errors import ConfigError, UserError
+from tests.tiny import tiny_k3
 
 
 def make(folder: Path, weights_bytes: int = 0) -> Path:
@@ -74,3 +78,29 @@ def test_the_named_model_comes_before_the_environment_and_that_before_the_box(
     assert find_model(small) == small
     with pytest.raises(ConfigError, match="no model folder"):
         find_model(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"memory": "lots"}, "--memory"),
+        ({"page_size": 48}, "page_size"),
+        ({"effort": "medium"}, "--effort"),
+        ({"max_body": "x"}, "--max-body"),
+        ({"port": 70000}, "--port"),
+        ({"api_key": ""}, "--api-key"),
+    ],
+)
+def test_an_option_that_cannot_be_used_is_told_before_anything_starts(
+    tmp_path: Path, options: dict[str, Any], words: str
+) -> None:
+    folder = make(tmp_path / "m")
+    (folder / "config.json").write_text(json.dumps(tiny_k3().to_json()))
+    with pytest.raises(UserError, match=words):
+        serve(folder, **options)
+
+
+def test_a_tokenizer_smaller_than_the_model_is_refused() -> None:
+    check_vocabulary(521, 521)
+    with pytest.raises(ConfigError, match="do not fit"):
+        check_vocabulary(522, 521)
