@@ -203,5 +203,5 @@ def load_engine(
     from baltoro.model.weights import load_model
 
     dtype = resolve_dtype(config)
-    model = load_model(model_dir, dtype=dtype, device=config.device)
+    model = load_model(model_dir, dtype=dtype, device=config.device).merge()
     return Engine(model, config, dtype=dtype, eos_ids=eos_ids, stop_rules=stop_rules, masks=masks)

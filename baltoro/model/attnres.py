@@ -36,14 +36,18 @@ class Stream:
         return Stream(None, (*self.bank, self.prefix))
 
 
-def mix(stream: Stream, norm: RMSNorm, proj: Linear, ctx: ForwardContext) -> Tensor:
-    """[T, D]: softmax over bank entries and prefix, each scored by its normed self against a learned query.
+def depth_query(norm: RMSNorm, proj: Linear) -> Tensor:
+    """[D], accumulate dtype: the pseudo-query is the product of both parameter vectors."""
+    acc = acc_dtype(norm.weight.dtype)
+    return norm.weight.to(acc) * proj.weight[0].to(acc)
+
+
+def mix(stream: Stream, query: Tensor, eps: float, ctx: ForwardContext) -> Tensor:
+    """[T, D]: softmax over bank entries and prefix, each scored by its normed self against `query` [D].
 
     An empty bank (layer 0) hands the embedding through; its two tensors exist in the file and are never used.
     """
     sources = stream.bank if stream.prefix is None else (*stream.bank, stream.prefix)
     if not stream.bank:
         return sources[0]
-    acc = acc_dtype(norm.weight.dtype)
-    query = norm.weight.to(acc) * proj.weight[0].to(acc)
-    return ctx.kernels.attnres_mix(torch.stack(sources), query, norm.eps)
+    return ctx.kernels.attnres_mix(torch.stack(sources), query, eps)

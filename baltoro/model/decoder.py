@@ -13,11 +13,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from baltoro.errors import ShapeError
-from baltoro.model.attnres import Stream, mix
+from baltoro.model.attnres import Stream, depth_query, mix
 from baltoro.model.config import K3Config
 from baltoro.model.context import ForwardContext
+from baltoro.model.kda import KDA
 from baltoro.model.layer import DecoderLayer
 from baltoro.model.linear import Linear, RMSNorm, WeightOnly
+from baltoro.model.mla import MLA
+from baltoro.model.mlp import MLP
 from baltoro.model.mtp import MTPLayer
 from baltoro.model.vision import Projector, VisionTower
 
@@ -45,7 +48,8 @@ class Decoder(nn.Module):
         for layer in self.layers[: self.num_layers]:
             stream = layer(stream, ctx)
         if self.has_attn_res:
-            return mix(stream, self.output_attn_res_norm, self.output_attn_res_proj, ctx)
+            query = depth_query(self.output_attn_res_norm, self.output_attn_res_proj)
+            return mix(stream, query, self.output_attn_res_norm.eps, ctx)
         assert stream.prefix is not None
         return stream.prefix
 
@@ -74,6 +78,16 @@ class K3Model(nn.Module):
     def device(self) -> torch.device:
         """Where the weights are."""
         return self.model.norm.weight.device
+
+    def merge(self) -> K3Model:
+        """Prepare for inference on the device where the weights are: projections of one input become one product.
+
+        Parameters stay what they are (views); training afterwards would see no gradient for them.
+        """
+        for module in self.modules():
+            if isinstance(module, DecoderLayer | KDA | MLA | MLP):
+                module.merge()
+        return self
 
     def tensors(self) -> dict[str, Tensor]:
         """Every parameter and buffer by name, shared ones under the model's own name only: what a file holds."""

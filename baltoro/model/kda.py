@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from baltoro.kernels.kda.gate import log_decay
 from baltoro.kernels.kda.reference import l2_norm
@@ -17,6 +18,7 @@ from baltoro.kernels.precision import acc_dtype
 from baltoro.model.config import K3Config
 from baltoro.model.context import CacheMap, ForwardContext
 from baltoro.model.linear import Linear, RMSNorm, WeightOnly
+from baltoro.model.merged import merge_rows
 
 
 class KDA(nn.Module):
@@ -47,25 +49,54 @@ class KDA(nn.Module):
         self.dt_bias = nn.Parameter(torch.empty(width, dtype=acc, device=device))
         self.o_norm = RMSNorm(self.head_dim, config.rms_norm_eps, dtype=acc, device=device)
         self.o_proj = Linear(width, hidden, dtype=dtype, device=device)
+        self._merged: Tensor | None = None
+        self._conv_weight: Tensor | None = None
+
+    def merge(self) -> None:
+        """Prepare for inference: one product for all that reads x, one convolution weight."""
+        self._merged = merge_rows(self._readers)
+        self._conv_weight = self._join_conv().detach()
 
     def forward(self, x: Tensor, ctx: ForwardContext) -> Tensor:
         heads = (-1, self.num_heads, self.head_dim)
-        qkv = self._convolve(torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x)], dim=-1), ctx)
+        qkv, f, b, gate = self._project(x)
+        qkv = self._convolve(qkv, ctx)
         q, k, v = (part.view(heads) for part in qkv.chunk(3, dim=-1))
-        raw = self.f_b_proj(self.f_a_proj(x)).view(heads)
+        raw = self.f_b_proj(f).view(heads)
         decay = log_decay(
             raw, self.A_log, self.dt_bias.view(self.num_heads, self.head_dim), lower_bound=self.lower_bound
         )
-        beta = torch.sigmoid(self.b_proj(x).to(decay.dtype))
+        beta = torch.sigmoid(b.to(decay.dtype))
         out = self._recur(l2_norm(q), l2_norm(k), v, decay, beta, ctx)
-        gate = self.g_proj(x) if self.is_gate_full_rank else self.g_b_proj(self.g_a_proj(x))
+        if not self.is_gate_full_rank:
+            gate = self.g_b_proj(gate)
         out = ctx.kernels.gated_rms_norm(out, gate.view(heads), self.o_norm.weight, self.o_norm.eps, x.dtype)
         return self.o_proj(out.flatten(1))  # type: ignore[no-any-return]
 
+    @property
+    def _readers(self) -> list[Linear]:
+        """Everything that reads x, in the order of `_project`."""
+        gate = self.g_proj if self.is_gate_full_rank else self.g_a_proj
+        return [self.q_proj, self.k_proj, self.v_proj, self.f_a_proj, self.b_proj, gate]
+
+    def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """q | k | v, the gate's low rank, beta's logits, and the output gate (or its low rank)."""
+        if self._merged is None:
+            q, k, v, f, b, gate = (linear(x) for linear in self._readers)
+            return torch.cat([q, k, v], dim=-1), f, b, gate
+        width = self.num_heads * self.head_dim
+        rest = self._merged.shape[0] - 3 * width - self.head_dim - self.num_heads
+        sizes = [3 * width, self.head_dim, self.num_heads, rest]
+        qkv, f, b, gate = torch.split(F.linear(x, self._merged), sizes, dim=-1)
+        return qkv, f, b, gate
+
+    def _join_conv(self) -> Tensor:
+        """[3HK, W]: the three depthwise weights over the channels q | k | v."""
+        return torch.cat([self.q_conv1d.weight, self.k_conv1d.weight, self.v_conv1d.weight]).squeeze(1)
+
     def _convolve(self, qkv: Tensor, ctx: ForwardContext) -> Tensor:
         """Short convolution and SiLU over the concatenated q | k | v channels; reads and writes the conv history."""
-        weights = (self.q_conv1d.weight, self.k_conv1d.weight, self.v_conv1d.weight)
-        weight = torch.cat(weights).squeeze(1)
+        weight = self._join_conv() if self._conv_weight is None else self._conv_weight
         if ctx.cache is None:
             return ctx.kernels.conv(qkv, weight, spans=ctx.spans, history=None)[0]
         split, history = ctx.num_decodes, ctx.cache.views.conv[self.index]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from baltoro.model.attnres import Stream, mix
+from baltoro.model.attnres import Stream, depth_query, mix
 from baltoro.model.config import K3Config
 from baltoro.model.context import ForwardContext
 from baltoro.model.kda import KDA
@@ -53,6 +53,15 @@ class DecoderLayer(nn.Module):
             for name in ("self_attention_res", "mlp_res"):
                 self.add_module(f"{name}_norm", RMSNorm(hidden, eps, dtype=dtype, device=device))
                 self.add_module(f"{name}_proj", Linear(hidden, 1, dtype=dtype, device=device))
+        self._queries: dict[str, Tensor] = {}
+
+    def merge(self) -> None:
+        """Prepare for inference: the depth queries are products of two parameters that no longer change."""
+        if self.has_attn_res:
+            names = ("self_attention_res", "mlp_res")
+            self._queries = {
+                n: depth_query(getattr(self, f"{n}_norm"), getattr(self, f"{n}_proj")).detach() for n in names
+            }
 
     def forward(self, stream: Stream, ctx: ForwardContext) -> Stream:
         h = self._read(stream, "self_attention_res", ctx)
@@ -64,6 +73,10 @@ class DecoderLayer(nn.Module):
 
     def _read(self, stream: Stream, name: str, ctx: ForwardContext) -> Tensor:
         if self.has_attn_res:
-            return mix(stream, getattr(self, f"{name}_norm"), getattr(self, f"{name}_proj"), ctx)
+            norm: RMSNorm = getattr(self, f"{name}_norm")
+            query = self._queries.get(name)
+            if query is None:
+                query = depth_query(norm, getattr(self, f"{name}_proj"))
+            return mix(stream, query, norm.eps, ctx)
         assert stream.prefix is not None, "a plain residual stream always has a running sum"
         return stream.prefix

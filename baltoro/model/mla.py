@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from baltoro.kernels.mla.padded import buckets
 from baltoro.kernels.precision import acc_dtype
@@ -20,6 +21,7 @@ from baltoro.kernels.spans import Spans
 from baltoro.model.config import K3Config
 from baltoro.model.context import CacheMap, ForwardContext
 from baltoro.model.linear import Linear, RMSNorm
+from baltoro.model.merged import merge_rows
 
 
 class MLA(nn.Module):
@@ -51,16 +53,35 @@ class MLA(nn.Module):
         if self.has_gate:
             self.g_proj = Linear(hidden, heads * self.value, dtype=dtype, device=device)
         self.o_proj = Linear(heads * self.value, hidden, dtype=dtype, device=device)
+        self._merged: Tensor | None = None
+
+    def merge(self) -> None:
+        """Prepare for inference: one product for all that reads x."""
+        self._merged = merge_rows(self._readers)
 
     def forward(self, x: Tensor, ctx: ForwardContext) -> Tensor:
-        q = self.q_proj(x) if self.q_rank is None else self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
+        q, kv, *gate = self._project(x)
+        if self.q_rank is not None:
+            q = self.q_b_proj(self.q_a_layernorm(q))
         q = q.view(-1, self.num_heads, self.nope + self.rope)
-        latent, shared = torch.split(self.kv_a_proj_with_mqa(x), [self.latent, self.rope], dim=-1)
+        latent, shared = torch.split(kv, [self.latent, self.rope], dim=-1)
         rows = torch.cat([self.kv_a_layernorm(latent), shared], dim=-1)
         out = self._attend(q, rows, ctx).flatten(1)
         if self.has_gate:
-            out = out * torch.sigmoid(self.g_proj(x)).to(out.dtype)
+            out = out * torch.sigmoid(gate[0]).to(out.dtype)
         return self.o_proj(out.to(x.dtype))  # type: ignore[no-any-return]
+
+    @property
+    def _readers(self) -> list[Linear]:
+        """Everything that reads x: the query (or its low rank), the key-value row, the output gate if there is one."""
+        query = self.q_proj if self.q_rank is None else self.q_a_proj
+        return [query, self.kv_a_proj_with_mqa, *([self.g_proj] if self.has_gate else [])]
+
+    def _project(self, x: Tensor) -> tuple[Tensor, ...]:
+        if self._merged is None:
+            return tuple(linear(x) for linear in self._readers)
+        sizes = [linear.weight.shape[0] for linear in self._readers]
+        return torch.split(F.linear(x, self._merged), sizes, dim=-1)
 
     def _attend(self, q: Tensor, rows: Tensor, ctx: ForwardContext) -> Tensor:
         """[T, H, Dv]; writes `rows` to the cache first, so that a token sees itself."""

@@ -10,10 +10,12 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from baltoro.kernels.moe.reference import silu_glu, situ_glu
 from baltoro.model.config import K3Config
 from baltoro.model.linear import Linear
+from baltoro.model.merged import merge_rows
 
 Activation = Callable[[Tensor, Tensor], Tensor]
 
@@ -34,6 +36,15 @@ class MLP(nn.Module):
         self.gate_proj = Linear(config.hidden_size, intermediate, dtype=dtype, device=device)
         self.up_proj = Linear(config.hidden_size, intermediate, dtype=dtype, device=device)
         self.down_proj = Linear(intermediate, config.hidden_size, dtype=dtype, device=device)
+        self._merged: Tensor | None = None
+
+    def merge(self) -> None:
+        """Prepare for inference: gate and up in one product."""
+        self._merged = merge_rows([self.gate_proj, self.up_proj])
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(self.activation(self.gate_proj(x), self.up_proj(x)))  # type: ignore[no-any-return]
+        if self._merged is None:
+            gate, up = self.gate_proj(x), self.up_proj(x)
+        else:
+            gate, up = F.linear(x, self._merged).chunk(2, dim=-1)
+        return self.down_proj(self.activation(gate, up))  # type: ignore[no-any-return]

@@ -98,6 +98,18 @@ def test_layer_0_ignores_its_attention_mix(model: K3Model) -> None:
     assert torch.equal(before, after)
 
 
+def test_merged_projections_change_nothing(model: K3Model) -> None:
+    tokens = random_tokens(70, model.config.vocab_size)
+    before, names = whole(model, tokens), {name: tensor.clone() for name, tensor in model.tensors().items()}
+    merged = new_model(model.config, dtype=torch.float64, std=0.2, decay="slow", seed=1).merge()
+    torch.testing.assert_close(Harness(merged, 1).run(0, tokens, (64, 1, 1)), before, atol=1e-10, rtol=0)
+    for name, tensor in merged.tensors().items():
+        assert torch.equal(tensor, names[name]), name
+    with torch.no_grad():
+        merged.model.layers[0].self_attn.k_proj.weight.zero_()
+    assert not torch.allclose(whole(merged, tokens), before), "weights written in place are not seen"
+
+
 def test_logit_rows_pick_rows(model: K3Model) -> None:
     tokens = torch.tensor(random_tokens(9, model.config.vocab_size))
     rows = torch.tensor([8, 2])
