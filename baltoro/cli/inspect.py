@@ -76,7 +76,7 @@ def _show(report: Report) -> None:
         return
     kinds = Counter(problem.kind for problem in report.problems)
     listed = ", ".join(f"{count:,} {kind}" for kind, count in kinds.items())
-    console.print(f"[red]{len(report.problems):,} problems[/red]: {listed}")
+    console.print(f"[red]Problems: {len(report.problems):,}[/red] ({listed})")
     for problem in report.problems[:NUM_SHOWN]:
         console.print(f"  {problem.kind}: {escape(problem.name)}: {escape(problem.message)}", soft_wrap=True)
     if len(report.problems) > NUM_SHOWN:

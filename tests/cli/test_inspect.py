@@ -46,7 +46,7 @@ def test_problems_are_counted_listed_and_end_with_one(folder: Path) -> None:
         path.unlink()
     code, output = run(folder)
     assert code == 1
-    assert "37 problems: 18 missing, 18 unexpected, 1 bytes" in output
+    assert "Problems: 37 (18 missing, 18 unexpected, 1 bytes)" in output
     assert "missing: language_model.model.layers.1.block_sparse_moe.experts.5.w1.weight: the config asks" in output
     assert "... and 17 more; --json lists them all" in output
     code, output = run(folder / INDEX_NAME, "--json")
