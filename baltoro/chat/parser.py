@@ -64,7 +64,7 @@ class StreamParser:
     """Parses one completion. Single writer: the stream it belongs to.
 
     `thinking`: the prompt opened the think channel, not the response. `has_tools`: without tools a tools channel is
-    dropped. `start_index`: tool calls in the conversation so far; ids of calls are NAME:index counted on from there.
+    dropped. `start_index`: tool calls in the conversation so far; ids of calls are NAME_index counted on from there.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, thinking: bool, has_tools: bool = False, start_index: int = 0) -> None:
@@ -219,7 +219,7 @@ class StreamParser:
         index = self.num_calls
         self.num_calls += 1
         self._arguments = ArgumentStream()
-        self._out.append(ToolCallBegin(index, f"{name}:{self._start_index + index}", name))
+        self._out.append(ToolCallBegin(index, f"{name}_{self._start_index + index}", name))
 
     def _close_value(self) -> None:
         """End the argument or json block that is open."""

@@ -132,21 +132,21 @@ def test_calls_have_names_ids_and_json_arguments() -> None:
     parsed = whole(CASES[1])
     assert parsed.content == "ok"
     assert parsed.tool_calls == (
-        ParsedCall("f:0", "f", '{"s": "a \\"q\\"\\\\\\n😀", "n": 1}', True),
-        ParsedCall("g:1", "g", "{}", True),
+        ParsedCall("f_0", "f", '{"s": "a \\"q\\"\\\\\\n😀", "n": 1}', True),
+        ParsedCall("g_1", "g", "{}", True),
     )
     assert args_of(parsed)[0] == {"s": 'a "q"\\\n😀', "n": 1}
 
 
 def test_ids_go_on_over_the_turns() -> None:
     parsed = whole(f"{ANSWER}{C}response{S}" + tools(call("NAME", index=3)), start_index=2)
-    assert parsed.tool_calls[0].id == "NAME:2"
+    assert parsed.tool_calls[0].id == "NAME_2"
 
 
 def test_strings_stream_and_other_values_come_whole() -> None:
     ids = ids_of(f"{ANSWER}{C}response{S}" + tools(call("f", arg("s", "string", "abc"), arg("o", "array", "[1, 2]"))))
     events = [e for e in stream(ids, list(range(1, len(ids)))) if not isinstance(e, ReasoningDelta)]
-    assert events[0] == ToolCallBegin(0, "f:0", "f")
+    assert events[0] == ToolCallBegin(0, "f_0", "f")
     assert events[-1] == ToolCallEnd(0)
     fragments = [e.json_fragment for e in events if isinstance(e, ToolCallArguments)]
     assert fragments == ['{"s": "', "a", "b", "c", '"', ', "o": ', "[1, 2]", "}"]
@@ -199,7 +199,7 @@ def test_no_white_space_comes_after_tool_calls_began() -> None:
     text = f"{ANSWER}before{C}response{S}" + tools(call("f")) + f"\n  {O}response{S}\n \n{C}response{S}\n{TAIL}"
     ids = ids_of(text)
     events = stream(ids, list(range(1, len(ids))))
-    begin = events.index(ToolCallBegin(0, "f:0", "f"))
+    begin = events.index(ToolCallBegin(0, "f_0", "f"))
     assert not any(isinstance(e, ContentDelta) for e in events[begin:])
     assert whole(ids).content == "before"
 
@@ -230,14 +230,14 @@ def test_a_malformed_call_costs_only_itself(bad: str) -> None:
 )
 def test_missing_closes_are_filled_in_and_the_next_call_is_whole(loose: str) -> None:
     parsed = whole(f"{ANSWER}{C}response{S}" + tools(loose, call("g", arg("y", "string", "w"))) + TAIL)
-    assert [(c.id, json.loads(c.arguments)) for c in parsed.tool_calls] == [("f:0", {"x": "v"}), ("g:1", {"y": "w"})]
+    assert [(c.id, json.loads(c.arguments)) for c in parsed.tool_calls] == [("f_0", {"x": "v"}), ("g_1", {"y": "w"})]
     assert all(c.is_whole for c in parsed.tool_calls)
 
 
 def test_a_call_that_is_cut_off_stays_open() -> None:
     text = f'{ANSWER}{O}tools{S}{O}call tool="f"{S}{O}argument key="x" type="string"{S}abc'
-    assert whole(text).tool_calls == (ParsedCall("f:0", "f", '{"x": "abc', False),)
-    assert whole(text + END).tool_calls == (ParsedCall("f:0", "f", '{"x": "abc"}', True),)
+    assert whole(text).tool_calls == (ParsedCall("f_0", "f", '{"x": "abc', False),)
+    assert whole(text + END).tool_calls == (ParsedCall("f_0", "f", '{"x": "abc"}', True),)
 
 
 @pytest.mark.parametrize(
@@ -277,8 +277,8 @@ def test_attributes_are_unescaped_and_need_not_be_ascii() -> None:
 
 
 def test_white_space_around_a_name_is_no_part_of_it() -> None:
-    assert whole(ANSWER + tools(call(" f\n"))).tool_calls[0].id == "f:0"
-    assert whole(ANSWER + tools(call("\n"), call("g"))).tool_calls == (ParsedCall("g:0", "g", "{}", True),)
+    assert whole(ANSWER + tools(call(" f\n"))).tool_calls[0].id == "f_0"
+    assert whole(ANSWER + tools(call("\n"), call("g"))).tool_calls == (ParsedCall("g_0", "g", "{}", True),)
 
 
 def test_calls_are_dropped_where_no_tools_were_given() -> None:
