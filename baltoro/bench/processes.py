@@ -60,6 +60,7 @@ def mlx_server(folder: Path, *, concurrency: int = 16) -> Iterator[Server]:
 
 
 def free_port() -> int:
+    """A port that nobody listens on now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]

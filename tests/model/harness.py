@@ -7,6 +7,7 @@ written shows.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -72,7 +73,7 @@ class Harness:
         for cut in cuts:
             edges.append(min(edges[-1] + cut, len(tokens)))
         edges.append(len(tokens))
-        pieces = [tokens[a:b] for a, b in zip(edges, edges[1:], strict=False) if b > a]
+        pieces = [tokens[a:b] for a, b in pairwise(edges) if b > a]
         return torch.cat([self.step([(request, piece)])[0] for piece in pieces])
 
     def _is_decode(self, request: int, tokens: Sequence[int]) -> bool:

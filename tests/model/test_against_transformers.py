@@ -21,7 +21,8 @@ from tests.tiny import tiny_kimi_linear
 transformers = pytest.importorskip("transformers", reason="transformers is in the extra `dev`")
 pytestmark = pytest.mark.slow
 
-# At std 0.1 either implementation is 1e-5 away from float64; at 0.06 it is 3e-6, and a lost state still moves logits by 1.5.
+# At std 0.1 either implementation is 1e-5 away from float64; at 0.06 it is 3e-6, and a lost state still moves logits
+# by 1.5.
 STD = 0.06
 
 
