@@ -16,7 +16,6 @@ import torch
 
 from baltoro.config import dump
 from baltoro.errors import ConfigError
-from baltoro.trainer.config import TrainConfig
 from baltoro.trainer.run import Run
 
 VERSION = 1
@@ -60,11 +59,6 @@ def load_checkpoint(run: Run, path: Path) -> None:
     if differing:
         raise ConfigError(f"{path} was written with other settings ({', '.join(differing)}); use another --out")
     run.load_state(state)
-
-
-def same_settings(a: TrainConfig, b: TrainConfig) -> bool:
-    """Whether a run may go on from a checkpoint of the other."""
-    return not _differing(_plain(dump(a)), _plain(dump(b)))
 
 
 def _all_checkpoints(out: Path) -> list[Path]:

@@ -79,6 +79,21 @@ def test_one_step_by_hand() -> None:
     torch.testing.assert_close(stepped(weight, gradient, 1), weight * (1 - 0.02 * 0.1) - 0.02 * update)
 
 
+def test_momentum_looks_ahead() -> None:
+    """Second step, by hand: M = 0.95 G1 + G2, and 0.95 M + G2 is orthogonalised."""
+    first, second = torch.randn(2, 5, 7, dtype=torch.float64)
+    parameter = nn.Parameter(torch.zeros(5, 7, dtype=torch.float64))
+    muon = Muon([{"params": [parameter]}], lr=0.02, weight_decay=0.0)
+    parameter.grad = first
+    muon.step()
+    before = parameter.detach().clone()
+    parameter.grad = second
+    muon.step()
+    look = 0.95 * (0.95 * first + second) + second
+    expected = before - 0.02 * 0.2 * math.sqrt(7) * orthogonalise(look[None])[0]
+    torch.testing.assert_close(parameter.detach(), expected)
+
+
 def test_scale_gives_the_rms_of_an_adam_update() -> None:
     update = orthogonalise(torch.randn(1, 64, 256)) * update_scale(64, 256)
     assert float(update.square().mean().sqrt()) == pytest.approx(0.2, rel=0.2)

@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
 import torch
 
 from baltoro.kernels.quant import mxfp4
 from baltoro.model.build import new_model
-from baltoro.model.context import FakeQuant
+from baltoro.model.context import FakeQuant, train_context
 from baltoro.model.decoder import K3Model
 from baltoro.trainer.evaluate import evaluate
 from baltoro.trainer.pack import pack
@@ -45,17 +44,18 @@ def test_every_trained_parameter_but_layer_0s_depth_query_gets_a_gradient() -> N
     assert without == {f"model.layers.0.self_attention_res_{part}.weight" for part in ("norm", "proj")}
 
 
-def test_mtp_predicts_the_token_after_the_next() -> None:
-    """A model whose MTP head always says token 7: its loss is low exactly where the token two ahead is 7."""
-    model = new_model(CONFIG, dtype=torch.float64, std=0.05)
-    head = model.model.layers[-1].shared_head
+def test_mtp_reads_the_next_token_and_predicts_the_one_after() -> None:
+    model = new_model(CONFIG, dtype=torch.float64, std=0.2, decay="slow")
+    ids = torch.randint(0, 131, (12,))
+    weights = torch.rand(11, dtype=torch.float64).round()
     with torch.no_grad():
-        head.norm.weight.fill_(0.0)
-    ids = torch.tensor([1, 2, 7, 3, 7])
-    one = TrainSample(ids[:-1], ids[1:], torch.tensor([0.0, 1.0, 0.0, 0.0]), "x")
-    # target of row 0's MTP is ids[2], whose weight is that of row 1
-    _, ahead = objective(model, pack([one]), FakeQuant())
-    assert float(ahead.detach()) == pytest.approx(float(torch.log(torch.tensor(131.0))), rel=1e-6)
+        _, ahead = objective(model, pack([TrainSample(ids[:-1], ids[1:], weights, "x")]), FakeQuant())
+        ctx = train_context(ids[:-1], (11,))
+        logits = model.model.layers[-1].predict(ctx, model.hidden(ctx), ids[1:])[0]
+        said = logits.log_softmax(dim=-1)
+    # row t has seen ids[t] and ids[t + 1]; ids[t + 2] is target t + 1
+    expected = -sum(said[t, ids[t + 2]] * weights[t + 1] for t in range(10))
+    torch.testing.assert_close(ahead, expected)
 
 
 def test_splitting_a_step_into_micro_batches_changes_only_rounding() -> None:
