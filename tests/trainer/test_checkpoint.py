@@ -64,6 +64,22 @@ def test_only_the_newest_are_kept_and_half_written_files_are_no_checkpoints(tmp_
     assert latest_checkpoint(tmp_path) == paths[-1]
 
 
+def test_a_write_that_fails_halfway_leaves_the_last_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run.create(tiny_recipe(make_data(tmp_path / "data")))
+    path = save_checkpoint(run, tmp_path, keep=1)
+    assert list(path.parent.iterdir()) == [path]
+    before = path.read_bytes()
+
+    def fail(state: object, file: Any) -> None:
+        file.write(b"half")
+        raise OSError("no space left")
+
+    monkeypatch.setattr(torch, "save", fail)
+    with pytest.raises(OSError, match="no space"):  # also over the very same step
+        save_checkpoint(run, tmp_path, keep=1)
+    assert latest_checkpoint(tmp_path) == path and path.read_bytes() == before
+
+
 def test_other_settings_are_refused_by_name_and_harmless_ones_are_not(tmp_path: Path) -> None:
     config = tiny_recipe(make_data(tmp_path / "data"))
     path = save_checkpoint(Run.create(config), tmp_path, keep=1)
