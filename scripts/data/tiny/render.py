@@ -7,15 +7,15 @@ already as many as the picture has features.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from functools import cache
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache, lru_cache
 from typing import Any
 
 from PIL import Image
 
 from baltoro.chat.media import expand_pads
 from baltoro.chat.messages import normalise
-from baltoro.chat.segments import Segment, encode_segments
+from baltoro.chat.segments import Segment
 from baltoro.chat.tokenizer import EOS, MEDIA_PAD, Tokenizer
 from baltoro.chat.xtml import Options, completion_segments, segments
 from baltoro.trainer.corpus import Document
@@ -51,9 +51,9 @@ def document(dialogue: Dialogue, tokenizer: Tokenizer) -> Document:
     ids: list[int] = []
     weights: list[int] = []
     counts = [num_features(p) for p in dialogue.pictures]
-    pad, used = tokenizer.special(MEDIA_PAD), 0
+    pad, used, encode = tokenizer.special(MEDIA_PAD), 0, _encoder(tokenizer)
     for run, weight in runs(dialogue):
-        found = encode_segments(run, tokenizer)
+        found = [i for text, allow in run for i in encode(text, allow)]
         if num_pads := found.count(pad):
             found = expand_pads(found, pad, counts[used : used + num_pads])
             used += num_pads
@@ -77,6 +77,12 @@ def words(dialogue: Dialogue) -> Iterator[tuple[str, int]]:
 
 def num_features(picture: Picture) -> int:
     return (picture.height // CELL) * (picture.width // CELL)
+
+
+@cache
+def _encoder(tokenizer: Tokenizer) -> Callable[[str, bool], tuple[int, ...]]:
+    """`encode` with a memory: most segments of a dialogue are the protocol's own."""
+    return lru_cache(maxsize=1 << 16)(lambda text, allow: tuple(tokenizer.encode(text, allow_special=allow)))
 
 
 @cache
