@@ -24,7 +24,8 @@ from scripts.data import rst
 
 INSTALL_HINT = "apt-get install python3.11-doc"
 LICENCE = "PSF-2.0"
-SKIPPED = {"whatsnew", "includes", "distutils"}  # lists of changes, not prose; a module that is gone
+# lists of changes; a module that is gone; what concerns C and packagers, another language than the rest
+SKIPPED = {"whatsnew", "includes", "distutils", "c-api", "extending", "distributing", "install", "installing"}
 NOT_LIBRARY = {"test", "tests", "idlelib", "lib2to3", "site-packages", "dist-packages", "turtledemo", "__pycache__"}
 
 

@@ -76,11 +76,10 @@ def _sum(draw: random.Random, a: int, b: int, thinking: bool, effort: str | None
 
 
 def worked(a: int, b: int) -> str:
-    """Counting up from `a`."""
-    if b == 0:
-        return f"Adding 0 changes nothing. {a} + 0 = {a}."
-    steps = ", ".join(str(a + i) for i in range(1, b + 1))
-    return f"Start at {a} and count up {b}: {steps}. {a} + {b} = {a + b}."
+    """Counting up from the larger one; each step says how far it has come, so that the last one is known as such."""
+    large, small = max(a, b), min(a, b)
+    steps = ", ".join(f"{large} + {i} = {large + i}" for i in range(small + 1))
+    return f"{steps}. So {a} + {b} = {a + b}."
 
 
 def _talk(draw: random.Random, thinking: bool) -> list[dict[str, Any]]:

@@ -95,14 +95,15 @@ def test_every_pair_of_digits_comes_and_every_sum_is_right() -> None:
                 a, b, total = (int(group) for group in found.groups())
                 assert a + b == total
                 assert {str(a), str(b)} <= set(re.findall(r"\d", asked["content"]))
-                assert said.get("reasoning_content", f"= {total}.").endswith(f"= {total}.")
+                assert said.get("reasoning_content", said["content"]).endswith(f"{a} + {b} = {total}.")
                 assert ("reasoning_content" in said) == conversation.thinking
                 seen.add((a, b))
     assert len(seen) == 100
 
 
 def test_worked_thinking_counts_up() -> None:
-    assert sums.worked(8, 3) == "Start at 8 and count up 3: 9, 10, 11. 8 + 3 = 11."
+    assert sums.worked(3, 8) == "8 + 0 = 8, 8 + 1 = 9, 8 + 2 = 10, 8 + 3 = 11. So 3 + 8 = 11."
+    assert sums.worked(0, 4) == "4 + 0 = 4. So 0 + 4 = 4."
 
 
 @pytest.mark.parametrize("thinking", [True, False])
