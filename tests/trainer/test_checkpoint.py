@@ -97,6 +97,7 @@ def test_a_folder_that_holds_a_run_is_not_overwritten(tmp_path: Path) -> None:
         train(config, tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_log_lines_past_the_checkpoint_are_written_again(tmp_path: Path) -> None:
     config = tiny_recipe(make_data(tmp_path / "data"))
     train(config, tmp_path / "whole")

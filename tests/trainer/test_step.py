@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 import torch
 
 from baltoro.kernels.quant import mxfp4
@@ -103,6 +104,7 @@ def test_stages_switch_quantisation(tmp_path: Path) -> None:
     assert fake_quant(config.stages[1]) == FakeQuant(weights=True, activations=True)
 
 
+@pytest.mark.slow
 def test_training_lowers_the_loss_on_both_corpora(tmp_path: Path) -> None:
     config = tiny_recipe(make_data(tmp_path), steps=30)
     run = Run.create(replace(config, optim=replace(config.optim, lr=0.02)))
