@@ -12,8 +12,8 @@ from baltoro.chat.messages import normalise
 from baltoro.chat.parser import parse
 from baltoro.chat.segments import encode_segments
 from baltoro.chat.tokenizer import END_OF_MSG, Tokenizer
-from scripts.data.tiny import arithmetic, gym, letters, pictures, problems, questions, render, tools
-from scripts.data.tiny.exchange import Exchange, pair_is_held_out, shows_held_out_pair
+from scripts.data.tiny import arithmetic, gym, letters, pictures, problems, questions, render, schemas, tools
+from scripts.data.tiny.exchange import Exchange, Split, pair_is_held_out, shows_held_out_pair
 from scripts.data.tiny.families import FAMILIES, Context
 
 WITHOUT_GYM = [name for name in FAMILIES if name != "gym"]
@@ -85,6 +85,16 @@ def test_no_held_out_question_is_trained_on(world: Context) -> None:
         both(questions.exchanges(world.facts, Random(4), "train"), questions.exchanges(world.facts, Random(5), "eval")),
     ]
     for trained, held_out in pairs:
+        assert held_out and not trained & held_out
+
+
+def test_no_held_out_request_or_schema_is_trained_on(world: Context) -> None:
+    def asked(split: Split) -> tuple[set[str], set[str]]:
+        requests = islice(tools.requests(world.pools, Random(10), split), 1500 if split == "train" else 150)
+        items = islice(schemas.items(world.pools, Random(11), split), 1500 if split == "train" else 150)
+        return {r.question for r in requests}, {exchange.question for exchange, _ in items}
+
+    for trained, held_out in zip(asked("train"), asked("eval"), strict=True):
         assert held_out and not trained & held_out
 
 

@@ -1,7 +1,7 @@
 """JSON by schema: values from a text, put into the fields of a schema that the request brings along.
 
-In: names and things. Out: dialogues with a response format, and the value that the answer must have. A text is held
-out by its values, which come from the split's own parts of the pools.
+In: names and things. Out: dialogues with a response format, and the value that the answer must have. A tenth of
+the texts is held out, and these draw their values from their own parts of the pools.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from random import Random
 from typing import Any
 
-from scripts.data.tiny.exchange import Dialogue, Exchange, Json, Split, pick_mode, reply
+from scripts.data.tiny.exchange import Dialogue, Exchange, Json, Split, is_mine, pick_mode, reply
 from scripts.data.tiny.pools import Pools
 
 # field -> (JSON schema, phrase); the value comes from `_value`
@@ -50,6 +50,8 @@ def items(pools: Pools, rng: Random, split: Split) -> Iterator[tuple[Exchange, J
             rng.shuffle(told)
         text = ", ".join(_phrase(rng, name, values[name]) for name in told)
         question = rng.choice(ASKS).format(text=text)
+        if not is_mine(split, "schemas", text):
+            continue
         lines = [f"{name}: {_written(value)}" for name, value in values.items()]
         levels = {
             "low": f"{len(names)} fields",

@@ -1,7 +1,7 @@
 """Tool-call dialogues: tools are declared, the user asks, the model calls with typed arguments, or answers without.
 
 In: specs, names. Out: dialogues, and held-out requests with the calls they must lead to. Values are copied from the
-user's text; the held-out split draws its names from its own part of the pools.
+user's text. A tenth of the requests is held out, and these draw their names from their own part of the pools.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from random import Random
 from typing import Any
 
 from scripts.data.tiny import schemas
-from scripts.data.tiny.exchange import Dialogue, Exchange, Json, Split, pick_mode
+from scripts.data.tiny.exchange import Dialogue, Exchange, Json, Split, is_mine, pick_mode
 from scripts.data.tiny.pools import Pools
 from scripts.data.tiny.tool_specs import NOUNS, PARAMETERS, SPECS, VERBS, Spec
 from scripts.data.tiny.wordnet import article
@@ -50,6 +50,8 @@ def requests(pools: Pools, rng: Random, split: Split) -> Iterator[Request]:
             continue
         rng.shuffle(declared)
         question = " ".join(text for text, _ in spoken)
+        if not is_mine(split, "tools", question):
+            continue
         calls = [{"name": spec.name, "arguments": values} for _, values in spoken]
         yield Request(question, declared, calls, [(spec, values) for _, values in spoken])
 
