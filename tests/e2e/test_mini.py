@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow
 
 MINI = Path(__file__).parents[2] / "models" / "mini"
 PAIRS = [(0, 0), (1, 9), (2, 3), (3, 4), (4, 4), (5, 8), (6, 1), (7, 5), (8, 9), (9, 2)]
-GREEDY = SamplingParams(temperature=0.0, max_tokens=60)
+GREEDY = SamplingParams(temperature=0.0, max_tokens=120)
 
 
 @pytest.fixture(scope="module")
@@ -39,12 +39,16 @@ def question(a: int, b: int) -> list[dict[str, Any]]:
     return [{"role": "user", "content": f"What is {a} + {b}?"}]
 
 
+def is_right(a: int, b: int, answer: str) -> bool:
+    return answer.rstrip(".").split()[-1:] == [str(a + b)]
+
+
 def streamed(server: Process, a: int, b: int, *, thinking: bool) -> str:
     parts = server.openai.chat.completions.create(
         model="mini",
         messages=question(a, b),  # type: ignore[arg-type]
         temperature=0,
-        max_tokens=60,
+        max_tokens=120,
         stream=True,
         extra_body={"chat_template_kwargs": {"thinking": thinking}},
     )
@@ -55,8 +59,14 @@ def streamed(server: Process, a: int, b: int, *, thinking: bool) -> str:
 def test_several_clients_at_once_get_right_sums_streamed(server: Process, thinking: bool) -> None:
     with ThreadPoolExecutor(len(PAIRS)) as pool:
         answers = list(pool.map(lambda pair: streamed(server, *pair, thinking=thinking), PAIRS))
-    for (a, b), answer in zip(PAIRS, answers, strict=True):
-        assert str(a + b) in answer.replace(".", " ").split(), f"{a} + {b}: {answer!r}"
+    wrong = [(a, b, said) for (a, b), said in zip(PAIRS, answers, strict=True) if not is_right(a, b, said)]
+    assert len(wrong) <= 1, wrong  # the card counts 94 of all 100
+
+
+def test_nine_in_ten_of_all_one_digit_sums_are_right(llm: LLM) -> None:
+    pairs = [(a, b) for a in range(10) for b in range(10)]
+    answers = llm.chat([question(a, b) for a, b in pairs], GREEDY)
+    assert sum(is_right(a, b, answer.text) for (a, b), answer in zip(pairs, answers, strict=True)) >= 90
 
 
 def test_the_stream_is_what_generate_says(server: Process, llm: LLM) -> None:
