@@ -21,6 +21,7 @@ from baltoro.model.layer import DecoderLayer
 from baltoro.model.linear import Linear, RMSNorm, WeightOnly
 from baltoro.model.mla import MLA
 from baltoro.model.mlp import MLP
+from baltoro.model.moe import MoE
 from baltoro.model.mtp import MTPLayer
 from baltoro.model.vision import Projector, VisionTower
 
@@ -84,8 +85,10 @@ class K3Model(nn.Module):
 
         Parameters stay what they are (views); training afterwards would see no gradient for them.
         """
+        shared = {moe.shared_experts for moe in self.modules() if isinstance(moe, MoE) and moe.has_shared}
         for module in self.modules():
-            if isinstance(module, DecoderLayer | KDA | MLA | MLP):
+            # shared experts read what their router reads, and are merged with it
+            if isinstance(module, DecoderLayer | KDA | MLA | MoE | MLP) and module not in shared:
                 module.merge()
         return self
 

@@ -7,14 +7,21 @@ Limits: not for training (a view of a parameter has no gradient of its own); cal
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Protocol
+
 import torch
-from torch import Tensor
-
-from baltoro.model.linear import Linear
+from torch import Tensor, nn
 
 
-def merge_rows(linears: list[Linear]) -> Tensor:
-    """[sum of rows, in]; writes `weight.data` of each Linear."""
+class HasWeight(Protocol):
+    """A module with a weight [rows, in]."""
+
+    weight: nn.Parameter
+
+
+def merge_rows(linears: Sequence[HasWeight]) -> Tensor:
+    """[sum of rows, in]; writes `weight.data` of each."""
     merged = torch.cat([linear.weight.detach() for linear in linears])
     for linear, rows in zip(linears, torch.split(merged, [one.weight.shape[0] for one in linears]), strict=True):
         linear.weight.data = rows

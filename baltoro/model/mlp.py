@@ -47,4 +47,8 @@ class MLP(nn.Module):
             gate, up = self.gate_proj(x), self.up_proj(x)
         else:
             gate, up = F.linear(x, self._merged).chunk(2, dim=-1)
+        return self.finish(gate, up)
+
+    def finish(self, gate: Tensor, up: Tensor) -> Tensor:
+        """From the two projections on."""
         return self.down_proj(self.activation(gate, up))  # type: ignore[no-any-return]

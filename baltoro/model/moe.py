@@ -19,6 +19,7 @@ from baltoro.kernels.precision import acc_dtype
 from baltoro.model.config import K3Config
 from baltoro.model.context import ForwardContext
 from baltoro.model.linear import Linear, RMSNorm
+from baltoro.model.merged import merge_rows
 from baltoro.model.mlp import MLP, activation_of
 
 
@@ -38,10 +39,13 @@ class Router(nn.Module):
         # not trained by gradient: balancing sets it
         self.e_score_correction_bias = nn.Parameter(bias, requires_grad=False)
 
-    def forward(self, x: Tensor, ctx: ForwardContext) -> tuple[Tensor, Tensor]:
-        """ids int64 [T, A] and weights [T, A] in the accumulate dtype."""
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits [T, E] in the accumulate dtype."""
         acc = acc_dtype(x.dtype)
-        logits = F.linear(x.to(acc), self.weight.to(acc))
+        return F.linear(x.to(acc), self.weight.to(acc))
+
+    def choose(self, logits: Tensor, ctx: ForwardContext) -> tuple[Tensor, Tensor]:
+        """ids int64 [T, A] and weights [T, A] in the accumulate dtype."""
         ids, weights = ctx.kernels.route(
             logits,
             self.e_score_correction_bias,
@@ -106,10 +110,16 @@ class MoE(nn.Module):
         if self.has_shared:
             intermediate = config.num_shared_experts * config.expert_intermediate_size
             self.shared_experts = MLP(config, intermediate, dtype=dtype, device=device)
+        self._merged: Tensor | None = None
+
+    def merge(self) -> None:
+        """Prepare for inference: one product for all that reads x in x's dtype."""
+        if readers := self._readers:
+            self._merged = merge_rows(readers)
 
     def forward(self, x: Tensor, ctx: ForwardContext) -> Tensor:
-        ids, weights = self.gate(x, ctx)
-        z = self.routed_expert_down_proj(x) if self.has_latent else x
+        logits, z, shared = self._project(x)
+        ids, weights = self.gate.choose(logits, ctx)
         y = ctx.kernels.expert_product(
             z,
             ids,
@@ -121,4 +131,27 @@ class MoE(nn.Module):
         )
         if self.has_latent:
             y = self.routed_expert_up_proj(self.routed_expert_norm(y) if self.has_norm else y)
-        return y + self.shared_experts(x) if self.has_shared else y
+        return y if shared is None else y + shared
+
+    @property
+    def _readers(self) -> list[Linear | Router]:
+        """What reads x, in the order of `_project`. The router joins where its product is in x's dtype anyway."""
+        readers: list[Linear | Router] = []
+        if acc_dtype(self.gate.weight.dtype) == self.gate.weight.dtype:
+            readers.append(self.gate)
+        if self.has_latent:
+            readers.append(self.routed_expert_down_proj)
+        if self.has_shared:
+            readers += [self.shared_experts.gate_proj, self.shared_experts.up_proj]
+        return readers
+
+    def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Router logits, the routed experts' input, the shared experts' output (None without any)."""
+        if self._merged is None:
+            z = self.routed_expert_down_proj(x) if self.has_latent else x
+            return self.gate(x), z, self.shared_experts(x) if self.has_shared else None
+        readers = self._readers
+        parts = list(torch.split(F.linear(x, self._merged), [reader.weight.shape[0] for reader in readers], dim=-1))
+        logits = parts.pop(0) if readers[0] is self.gate else self.gate(x)
+        z = parts.pop(0) if self.has_latent else x
+        return logits, z, self.shared_experts.finish(*parts) if self.has_shared else None
