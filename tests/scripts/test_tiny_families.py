@@ -8,11 +8,24 @@ from random import Random
 
 import pytest
 
+from baltoro.bench.scoring import is_right
 from baltoro.chat.messages import normalise
 from baltoro.chat.parser import parse
 from baltoro.chat.segments import encode_segments
 from baltoro.chat.tokenizer import END_OF_MSG, Tokenizer
-from scripts.data.tiny import arithmetic, gym, letters, pictures, problems, questions, render, schemas, tools
+from scripts.data.tiny import (
+    arithmetic,
+    gym,
+    letters,
+    pictures,
+    problems,
+    questions,
+    reading,
+    render,
+    schemas,
+    talk,
+    tools,
+)
 from scripts.data.tiny.exchange import Exchange, Split, pair_is_held_out, shows_held_out_pair
 from scripts.data.tiny.families import FAMILIES, Context
 
@@ -48,6 +61,22 @@ def test_what_counts_is_what_the_assistant_says(name: str, world: Context, token
         turns = sum(m["role"] == "assistant" for m in dialogue.messages)
         assert said.count(end) == (turns if dialogue.learns == "all" else 1)
         assert document.ids[-1] == end and not document.weights[0]
+
+
+def test_the_trained_answer_is_judged_right(world: Context) -> None:
+    streams = [
+        arithmetic.exchanges(Random(1), "train"),
+        problems.exchanges(world.pools, Random(1), "train"),
+        letters.exchanges(world.pools, Random(1), "train"),
+        questions.exchanges(world.facts, Random(1), "train"),
+        reading.exchanges(world.pools, Random(1), "train"),
+        talk.exchanges(world.pools, Random(1), "train"),
+        pictures.digits(world.labels, Random(1), "train"),
+        (exchange for exchange, _ in schemas.items(world.pools, Random(1), "train")),
+    ]
+    for stream in streams:
+        for exchange in islice(stream, 200):
+            assert is_right({"content": exchange.answer}, exchange.check), exchange
 
 
 def test_effort_asks_for_the_length_of_the_thoughts(world: Context) -> None:
@@ -134,6 +163,7 @@ def test_worked_thinking_comes_to_the_answer_of_the_package(name: str) -> None:
     pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed (extra train)")
     for exchange in islice(gym.family_exchanges(name, Random(1), "train"), 30):
         thought, answer = exchange.thoughts["max"], exchange.answer
+        assert is_right({"content": answer}, exchange.check)
         if exchange.check["kind"] == "number":
             assert answer in thought.replace(",", " ").split() or f"{answer}." in thought, (thought, answer)
         elif name in (
