@@ -16,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # also without an 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from scripts.data.tiny.build import build
+from scripts.data.tiny.hashing import restart_with_fixed_hashes
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -39,4 +40,5 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
+    restart_with_fixed_hashes()
     main()

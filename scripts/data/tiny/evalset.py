@@ -38,6 +38,7 @@ from scripts.data.tiny import (
 from scripts.data.tiny.draw import Ink, Picture, draw
 from scripts.data.tiny.exchange import Exchange, Json
 from scripts.data.tiny.families import Context
+from scripts.data.tiny.hashing import restart_with_fixed_hashes
 
 PLAIN_SHARE = 0.8  # height of the digit in a plain picture
 
@@ -166,4 +167,5 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
+    restart_with_fixed_hashes()
     main()
