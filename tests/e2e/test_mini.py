@@ -1,33 +1,19 @@
-"""The model in the box, through the real process with the official client, and beside mlx-lm on the same file."""
+"""The mini model of the box: its size, its parts, and what it was trained for."""
 
 from __future__ import annotations
 
-import math
-import pydoc_data.topics
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from baltoro.chat.messages import normalise
-from baltoro.chat.xtml import render
 from baltoro.llm import LLM
+from baltoro.model.config import K3Config
 from baltoro.protocol.sampling import SamplingParams
-from tests.server.process import Process, serving
+from scripts.data.check_mini import WORDINGS, check_sums
 
-pytestmark = pytest.mark.slow
-
-MINI = Path(__file__).parents[2] / "models" / "mini"
-PAIRS = [(0, 0), (1, 9), (2, 3), (3, 4), (4, 4), (5, 8), (6, 1), (7, 5), (8, 9), (9, 2)]
-GREEDY = SamplingParams(temperature=0.0, max_tokens=120)
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Process]:
-    with serving(MINI, "--dtype", "float32") as process:
-        yield process
+ROOT = Path(__file__).resolve().parents[2]
+MINI = ROOT / "models/mini"
 
 
 @pytest.fixture(scope="module")
@@ -35,71 +21,39 @@ def llm() -> LLM:
     return LLM(MINI, dtype="float32")
 
 
-def question(a: int, b: int) -> list[dict[str, Any]]:
-    return [{"role": "user", "content": f"What is {a} + {b}?"}]
+def test_the_folder_is_under_four_megabytes_and_complete() -> None:
+    files = {path.name: path.stat().st_size for path in MINI.iterdir()}
+    assert sum(files.values()) < 4_000_000
+    assert set(files) == {"README.md", "config.json", "model.safetensors", "tiktoken.model", "tokenizer_config.json"}
 
 
-def is_right(a: int, b: int, answer: str) -> bool:
-    return answer.rstrip(".").split()[-1:] == [str(a + b)]
+def test_it_is_the_model_of_the_recipe_packed_in_bf16() -> None:
+    from baltoro.config import load_config
+    from baltoro.trainer.config import TrainConfig
+
+    recipe = load_config(TrainConfig, ROOT / "recipes/mini.toml").model
+    assert K3Config.load(MINI) == recipe.with_(are_experts_packed=True, dtype="bfloat16")
+    assert json.loads((MINI / "config.json").read_text())["model_type"] == "kimi_k3"
 
 
-def streamed(server: Process, a: int, b: int, *, thinking: bool) -> str:
-    parts = server.openai.chat.completions.create(
-        model="mini",
-        messages=question(a, b),  # type: ignore[arg-type]
-        temperature=0,
-        max_tokens=120,
-        stream=True,
-        extra_body={"chat_template_kwargs": {"thinking": thinking}},
-    )
-    return "".join(c.delta.content or "" for part in parts for c in part.choices)
+@pytest.mark.slow
+@pytest.mark.parametrize(("thinking", "at_least"), [(True, 85), (False, 100)], ids=["thinking", "no thinking"])
+def test_sums_of_digits_are_right_as_often_as_the_card_says(llm: LLM, thinking: bool, at_least: int) -> None:
+    right, wrong = check_sums(llm, WORDINGS[0], thinking=thinking)
+    assert right >= at_least, wrong
 
 
-@pytest.mark.parametrize("thinking", [True, False])
-def test_several_clients_at_once_get_right_sums_streamed(server: Process, thinking: bool) -> None:
-    with ThreadPoolExecutor(len(PAIRS)) as pool:
-        answers = list(pool.map(lambda pair: streamed(server, *pair, thinking=thinking), PAIRS))
-    wrong = [(a, b, said) for (a, b), said in zip(PAIRS, answers, strict=True) if not is_right(a, b, said)]
-    assert len(wrong) <= 1, wrong  # the card counts 94 of all 100
+@pytest.mark.slow
+def test_thinking_is_said_before_the_answer(llm: LLM) -> None:
+    answer = llm.chat([{"role": "user", "content": "What is 3 + 4?"}], SamplingParams(temperature=0.0, max_tokens=120))[
+        0
+    ]
+    assert answer.finish_reason == "stop" and answer.text == "3 + 4 = 7." and "3 + 4 = 7." in (answer.reasoning or "")
 
 
-def test_nine_in_ten_of_all_one_digit_sums_are_right(llm: LLM) -> None:
-    pairs = [(a, b) for a in range(10) for b in range(10)]
-    answers = llm.chat([question(a, b) for a, b in pairs], GREEDY)
-    assert sum(is_right(a, b, answer.text) for (a, b), answer in zip(pairs, answers, strict=True)) >= 90
-
-
-def test_the_stream_is_what_generate_says(server: Process, llm: LLM) -> None:
-    for a, b in PAIRS[:4]:
-        assert streamed(server, a, b, thinking=True) == llm.chat(question(a, b), GREEDY)[0].text
-
-
-def test_real_text_goes_on_sensibly(server: Process, llm: LLM) -> None:
-    """The language reference that every Python carries: far better than chance, and what it writes is words."""
-    text = pydoc_data.topics.topics["for"][200:1100]
-    ids = llm.tokenizer.encode(text)
-    scored = llm.generate([ids], SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0))[0]
-    assert scored.prompt_logprobs is not None
-    given = [logprob for logprob in scored.prompt_logprobs if logprob is not None]
-    loss = -sum(given) / len(given)
-    assert loss < 0.6 * math.log(llm.tokenizer.vocab_size)
-    reply = server.openai.completions.create(model="mini", prompt=text, max_tokens=40, temperature=0)
-    going_on = reply.choices[0].text
-    assert (len(going_on) > 40 and going_on.isprintable()) or "\n" in going_on
-    assert going_on == llm.generate([ids], SamplingParams(max_tokens=40, temperature=0.0))[0].text
-
-
-def test_same_greedy_tokens_as_mlx_lm_on_the_same_file(llm: LLM) -> None:
-    mx = pytest.importorskip("mlx.core", reason="mlx is in the extra `peers`")
-    utils = pytest.importorskip("mlx_lm.utils", reason="mlx-lm is in the extra `peers`")
-    model: Any = utils.load_model(MINI)[0]
-    model.set_dtype(mx.float32)
-    prompts = [list(render(normalise(question(a, b)), tokenizer=llm.tokenizer).ids) for a, b in PAIRS[:3]]
-    prompts.append(llm.tokenizer.encode("The dictionary keeps its"))
-    params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
-    ours = llm.generate(prompts, params)
-    for prompt, completion in zip(prompts, ours, strict=True):
-        tokens = list(prompt)
-        for _ in completion.token_ids:
-            tokens.append(int(mx.argmax(model(mx.array([tokens]))[0, -1]).item()))
-        assert tuple(tokens[len(prompt) :]) == completion.token_ids
+@pytest.mark.slow
+def test_it_continues_documentation_like_documentation(llm: LLM) -> None:
+    """Not whether it is true, only that it has learnt how such pages go on."""
+    prompt = "   Return True if the argument is a string, False otherwise.\n\n   New in version"
+    answer = llm.generate([prompt], SamplingParams(temperature=0.0, max_tokens=6))[0]
+    assert answer.text.startswith((" 3.", " 2."))
