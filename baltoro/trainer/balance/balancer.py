@@ -58,7 +58,7 @@ class Balancer:
             low, high = bin_range(bias)
             zeros = torch.zeros(num_experts, self.config.bins, dtype=torch.int64, device=scores.device)
             count = self._counts[name] = _Count(low, high, zeros, zeros[:, 0].clone())
-        if self.config.method == "quantile":
+        if self.config.method == "quantile" and ids.shape[1] < num_experts:  # else there is nothing to choose
             found = margins(scores, bias, ids.shape[1])
             count.margins += histogram(found, count.low, count.high, self.config.bins)
         count.load += torch.bincount(ids.flatten(), minlength=num_experts)
