@@ -57,10 +57,10 @@ def engine_summary(found: Sequence[EngineRound]) -> dict[str, Any]:
     }
 
 
-def kimi_linear_shape() -> K3Config:
-    """A Kimi-Linear model of some 20M parameters: large enough that layers weigh more than Python."""
+def kimi_linear_shape(vocab_size: int) -> K3Config:
+    """A Kimi-Linear model of some 20M parameters, for the tokenizer of `vocab_size` ids."""
     return K3Config(
-        vocab_size=8192, hidden_size=256, num_layers=8, mla_layers=(3, 7), kda_num_heads=4, kda_head_dim=64,
+        vocab_size=vocab_size, hidden_size=256, num_layers=8, mla_layers=(3, 7), kda_num_heads=4, kda_head_dim=64,
         num_heads=4, kv_lora_rank=128, qk_nope_head_dim=64, qk_rope_head_dim=32, v_head_dim=64, intermediate_size=768,
         num_experts=16, num_active_experts=4, num_shared_experts=1, expert_intermediate_size=192, first_dense_layers=1,
         rms_norm_eps=1e-5, max_position_embeddings=4096, dtype="float32",
@@ -72,6 +72,7 @@ def against_transformers(
 ) -> dict[str, Any]:
     """Tokens/s of both on the same folder: ragged lengths in [low, high] in and out, and equal lengths."""
     ours, theirs = LLM(folder, dtype="float32"), _their_model(folder)
+    vocab = ours.engine.model_config.vocab_size
     results: dict[str, Any] = {}
     for case in ("ragged", "equal"):
         samples: dict[str, list[float]] = {"baltoro": [], "transformers": []}
@@ -81,7 +82,7 @@ def against_transformers(
             lengths = [(draw.randint(low, high), draw.randint(low, high)) for _ in range(requests)]
             if case == "equal":
                 lengths = [(middle, middle)] * requests
-            prompts = [[draw.randrange(3, 8000) for _ in range(n)] for n, _ in lengths]
+            prompts = [[draw.randrange(3, vocab // 2) for _ in range(n)] for n, _ in lengths]
             outputs = [n for _, n in lengths]
             samples["baltoro"].append(sum(outputs) / _seconds(ours, prompts, outputs))
             samples["transformers"].append(sum(outputs) / _their_seconds(theirs, prompts, outputs))

@@ -88,11 +88,17 @@ def engine(
     results = {"engine": engine_summary(engine_rounds(LLM(folder), rounds=rounds))}
     _print_medians(f"{folder.name}, in process", results["engine"]["medians"])
     if peer:
+        from shutil import copyfile
+
         from baltoro.model.build import new_model
+        from baltoro.model.config import K3Config
         from baltoro.model.weights import save_model
 
         with tempfile.TemporaryDirectory() as scratch:
-            save_model(new_model(kimi_linear_shape(), std=0.05), scratch)
+            shape = kimi_linear_shape(K3Config.load(folder).vocab_size)
+            save_model(new_model(shape, std=0.05), scratch)
+            for name in ("tiktoken.model", "tokenizer_config.json"):
+                copyfile(folder / name, Path(scratch) / name)
             results["transformers"] = against_transformers(Path(scratch), rounds=min(rounds, 3))
         for case, found in results["transformers"].items():
             _print_medians(f"{case} lengths, tokens/s", found["medians"] | {"ratio": found["ratio"]})
