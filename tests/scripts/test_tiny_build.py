@@ -16,7 +16,7 @@ from scripts.data.tiny.families import Context
 from scripts.data.tiny.jobs import Job, Workshop
 
 TEXTS = {("prose", "train"): ["One text.", "Another text, 123 words long."], ("prose", "eval"): ["A third."]}
-TODO = [Job("prose", "train", 0, 2), Job("arithmetic", "train", 0, 12), Job("digits", "train", 0, 6)]
+JOBS = [Job("prose", "train", 0, 2), Job("arithmetic", "train", 0, 12), Job("digits", "train", 0, 6)]
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +31,7 @@ def write_folder(folder: Path, world: Context, tokenizer: Tokenizer, stock: Ink)
     folder.mkdir()
     tokenizer.save(folder)
     stock.save(folder / "ink.npz")
-    parts = list(jobs.run(Workshop(world, tokenizer, TEXTS), TODO, 1))
+    parts = list(jobs.run(Workshop(world, tokenizer, TEXTS), JOBS, 1))
     entries = [build.write_parts(folder, p.job.name, p.job.split, [p], tokenizer, stock, []) for p in parts]
     write_manifest(folder, Manifest(vocab_size=tokenizer.vocab_size, corpora=tuple(entries)))
     return folder
@@ -63,7 +63,7 @@ def test_every_pad_run_has_its_picture(tmp_path: Path, world: Context, tokenizer
 
 def test_a_job_does_not_depend_on_the_process(world: Context, tokenizer: Tokenizer) -> None:
     workshop = Workshop(world, tokenizer, TEXTS)
-    alone, shared = list(jobs.run(workshop, TODO, 1)), list(jobs.run(workshop, TODO, 2))
+    alone, shared = list(jobs.run(workshop, JOBS, 1)), list(jobs.run(workshop, JOBS, 2))
     for one, two in zip(alone, shared, strict=True):
         assert one.job == two.job and one.shown == two.shown
         assert np.array_equal(one.ids, two.ids) and np.array_equal(one.weights, two.weights)
