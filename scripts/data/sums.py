@@ -70,16 +70,18 @@ def _pairs(draw: random.Random) -> Iterator[tuple[int, int]]:
 def _sum(draw: random.Random, a: int, b: int, thinking: bool, effort: str | None) -> list[dict[str, Any]]:
     answer: dict[str, Any] = {"role": "assistant", "content": f"{a} + {b} = {a + b}."}
     if thinking:
-        is_worked = effort in ("high", "max") or (effort is None and draw.random() < 0.5)
+        is_worked = effort in ("high", "max") or (effort is None and draw.random() < 0.4)
         answer["reasoning_content"] = worked(a, b) if is_worked else f"{a} + {b} = {a + b}."
     return [{"role": "user", "content": draw.choice(ASKS).format(a=a, b=b)}, answer]
 
 
 def worked(a: int, b: int) -> str:
-    """Counting up from the larger one; each step says how far it has come, so that the last one is known as such."""
+    """Counting up from the larger number, where that is short."""
     large, small = max(a, b), min(a, b)
-    steps = ", ".join(f"{large} + {i} = {large + i}" for i in range(small + 1))
-    return f"{steps}. So {a} + {b} = {a + b}."
+    if not 1 <= small <= 5:
+        return f"{a} + {b} = {a + b}."
+    steps = ", ".join(str(large + i) for i in range(1, small + 1))
+    return f"Start at {large} and count up {small}: {steps}. {a} + {b} = {a + b}."
 
 
 def _talk(draw: random.Random, thinking: bool) -> list[dict[str, Any]]:

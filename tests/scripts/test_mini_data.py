@@ -102,8 +102,8 @@ def test_every_pair_of_digits_comes_and_every_sum_is_right() -> None:
 
 
 def test_worked_thinking_counts_up() -> None:
-    assert sums.worked(3, 8) == "8 + 0 = 8, 8 + 1 = 9, 8 + 2 = 10, 8 + 3 = 11. So 3 + 8 = 11."
-    assert sums.worked(0, 4) == "4 + 0 = 4. So 0 + 4 = 4."
+    assert sums.worked(3, 8) == "Start at 8 and count up 3: 9, 10, 11. 3 + 8 = 11."
+    assert sums.worked(0, 4) == "0 + 4 = 4." and sums.worked(9, 8) == "9 + 8 = 17."
 
 
 @pytest.mark.parametrize("thinking", [True, False])
