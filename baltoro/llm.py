@@ -19,15 +19,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from baltoro.chat.events import Parsed
-from baltoro.chat.grammar import Grammars, chat_grammar
+from baltoro.chat.factories import Factories
+from baltoro.chat.grammar import chat_grammar
 from baltoro.chat.media import PictureConfig, expand_pads, preprocess
 from baltoro.chat.parser import parse
-from baltoro.chat.stop import cut_at_stop, make_stop_rule
+from baltoro.chat.stop import cut_at_stop
 from baltoro.chat.tokenizer import MEDIA_PAD, Tokenizer
 from baltoro.chat.xtml import render
 from baltoro.errors import ConfigError, QueueFull, RequestError
 from baltoro.protocol.completion import Completion, TokenDelta, TopLogprob
-from baltoro.protocol.sampling import SamplingParams, StopRule, TokenMask
+from baltoro.protocol.sampling import SamplingParams
 from baltoro.protocol.worker import MediaItem, Submit
 
 if TYPE_CHECKING:
@@ -48,13 +49,13 @@ class LLM:
         from baltoro.engine.engine import load_engine
 
         self.tokenizer = Tokenizer.load(model)
-        self._grammars: Grammars | None = None
+        made = Factories(self.tokenizer)
         self.engine: Engine = load_engine(
             model,
             build(EngineConfig, options),
-            eos_ids=self.tokenizer.eos_ids,
-            stop_rules=self._stop_rule,
-            masks=self._mask,
+            eos_ids=made.eos_ids,
+            stop_rules=made.stop_rule,
+            masks=made.mask,
         )
         self._numbers = itertools.count()
         num_ids, vocab = self.tokenizer.vocab_size, self.engine.model_config.vocab_size
@@ -141,16 +142,6 @@ class LLM:
         pictures = [preprocess(image, config) for image in images]
         items = tuple(MediaItem(p.pixels.tobytes(), p.grid, vision.patch_size) for p in pictures)
         return expand_pads(ids, self.tokenizer.special(MEDIA_PAD), [p.num_tokens for p in pictures]), items
-
-    def _stop_rule(self, params: SamplingParams) -> StopRule | None:
-        return make_stop_rule(self.tokenizer, params.stop) if params.stop else None
-
-    def _mask(self, submit: Submit) -> TokenMask | None:
-        if submit.grammar is None:
-            return None
-        if self._grammars is None:  # takes seconds for a large vocabulary
-            self._grammars = Grammars(self.tokenizer)
-        return self._grammars.of_submit(submit)
 
     # ---- work ----------------------------------------------------------------------------------------------------
     def _run(self, jobs: list[_Job], *, progress: bool, on_tokens: OnTokens | None) -> list[Completion]:

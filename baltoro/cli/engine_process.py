@@ -87,8 +87,8 @@ def engine_main(model_dir: str, config: EngineConfig, address: str, log_options:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _end_with_parent()
     log_options.apply()
+    from baltoro.chat.factories import Factories
     from baltoro.chat.tokenizer import Tokenizer
-    from baltoro.cli.factories import Factories
     from baltoro.engine.worker import run_worker
 
     try:
