@@ -15,9 +15,8 @@ from pathlib import Path
 import msgspec
 import torch
 
-from baltoro.cache.pages import PageBook
+from baltoro.cache.books import FixedBooks
 from baltoro.cache.pool import ArenaShape, Pool
-from baltoro.cache.slots import SlotBook
 from baltoro.engine import loop
 from baltoro.engine.config import EngineConfig
 from baltoro.engine.media import media_runs
@@ -62,8 +61,8 @@ class Engine:
         self.pool = Pool(shape, config.device)
         if config.is_poisoned:
             self.pool.poison()
-        pages, slots = PageBook(shape.first_page, shape.num_pages), SlotBook(shape.num_slots)
-        memory = Memory(pages, slots, config.page_size, is_poisoned=config.is_poisoned)
+        books = FixedBooks(shape.first_page, shape.num_pages, shape.num_slots)
+        memory = Memory(books, config.page_size, is_poisoned=config.is_poisoned)
         self.scheduler = Scheduler(config, memory, max_running=self.plan.max_running)
         self.runner = Runner(model, self.pool, config.device)
         self._eos_ids = frozenset(eos_ids if eos_ids is not None else (model.config.eos_token_id,))

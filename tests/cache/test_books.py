@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from baltoro.cache.audit import Holding, audit
+from baltoro.cache.books import FixedBooks
 from baltoro.cache.pages import PageBook, pages_for
 from baltoro.cache.slots import SlotBook
 from baltoro.errors import LeakError, PoolExhausted
@@ -22,7 +23,8 @@ class Books(RuleBasedStateMachine):
 
     @initialize(num_pages=st.integers(1, 12), num_slots=st.integers(1, 4))
     def start(self, num_pages: int, num_slots: int) -> None:
-        self.pages, self.slots = PageBook(FIRST, num_pages), SlotBook(num_slots)
+        self.books = FixedBooks(FIRST, num_pages, num_slots)
+        self.pages, self.slots = self.books.pages, self.books.slots
         self.held: dict[int, tuple[list[int], int]] = {}
         self.next_owner = 0
 
@@ -65,7 +67,7 @@ class Books(RuleBasedStateMachine):
     def adds_up(self) -> None:
         if not hasattr(self, "held"):
             return
-        audit(self.pages, self.slots, [Holding(str(name), *held) for name, held in self.held.items()])
+        audit(self.books, [Holding(str(name), pages, (slot,)) for name, (pages, slot) in self.held.items()])
         counts = Counter(page for pages, _ in self.held.values() for page in pages)
         assert self.pages.num_used == len(counts)
         assert self.slots.num_used == len(self.held)
@@ -94,17 +96,43 @@ def test_what_is_released_twice_is_named() -> None:
 
 
 def test_audit_names_the_difference() -> None:
-    pages, slots = PageBook(1, 4), SlotBook(2)
-    taken, slot = pages.take(2), slots.take()
+    books = FixedBooks(1, 4, 2)
+    taken, slot = books.pages.take(2), books.slots.take()
     with pytest.raises(LeakError, match=r"pages \[\d, \d\]: leaked.*slots \[1\]: leaked"):
-        audit(pages, slots, [])
+        audit(books, [])
     with pytest.raises(LeakError, match="booked for 1 holders, 2 claim it"):
-        audit(pages, slots, [Holding("a", taken, slot), Holding("b", taken[:1], None)])
+        audit(books, [Holding("a", taken, (slot,)), Holding("b", taken[:1])])
     with pytest.raises(LeakError, match="two owners: a and b"):
-        audit(pages, slots, [Holding("a", taken, slot), Holding("b", [], slot)])
-    with pytest.raises(LeakError, match="free and held at once"):
-        audit(pages, slots, [Holding("a", taken, slot), Holding("b", [], 2)])
-    audit(pages, slots, [Holding("a", taken, slot)])
+        audit(books, [Holding("a", taken, (slot,)), Holding("b", [], (slot,))])
+    with pytest.raises(LeakError, match="slots \\[2\\]: claimed, but free"):
+        audit(books, [Holding("a", taken, (slot,)), Holding("b", [], (2,))])
+    with pytest.raises(LeakError, match="lists a page twice"):
+        audit(books, [Holding("a", [*taken, taken[0]], (slot,))])
+    audit(books, [Holding("a", taken, (slot,))])
+
+
+def test_what_is_held_comes_back_only_after_the_last_hold() -> None:
+    books = FixedBooks(FIRST, 1, 1)
+    (page,), slot = books.pages.take(1), books.slots.take()
+    for _ in range(2):
+        books.hold([page], [slot])
+    books.pages.release([page])
+    books.slots.release(slot)
+    audit(books, [])
+    assert books.pages.num_used == books.slots.num_used == 0
+    assert not books.has_room(1, 0) and books.is_cramped
+    assert not books.has_room(2, 0) and not books.is_cramped, "not even without holds"
+    with pytest.raises(PoolExhausted):
+        books.slots.take()
+    assert books.is_cramped
+    books.unhold([page], [slot])
+    assert not books.has_room(0, 1)
+    books.unhold([page], [slot])
+    audit(books, [])
+    assert books.has_room(1, 1) and not books.is_cramped
+    assert books.pages.take(1) == [page] and books.slots.take() == slot
+    with pytest.raises(LeakError, match="not held"):
+        books.unhold([page], [])
 
 
 def test_pages_come_from_the_high_end_and_slots_from_the_low_end() -> None:
