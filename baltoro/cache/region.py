@@ -1,0 +1,252 @@
+"""One end of a unified arena: the blocks of one kind, packed towards that end, with holes where some were given back.
+
+    place   1   2   3   4   5   6  | 7 ...          span = 6: places 1..6 belong to this kind, the rest does not
+            A   B   .   C   .   D  |                holes = {3, 5}; live = 4
+
+Places are counted from the arena's own end, so both kinds look alike here; `physical` says where a place lies.
+In: takings, releases and holds by virtual id. Out: virtual ids, and (source, target) places when blocks must move up.
+Invariants: place `span` is never a hole; a taking fills the hole nearest to the end before the span grows; a held
+block keeps its place; a block that was released while held is pending: it has no holder, and keeps place and virtual
+id until the last hold ends. Tables are int64 and of this kind's own size: entry 0 is the sink, free entries and the one
+after the last are -1.
+Not here: whether the span may grow, which depends on the other end (`unified.py`).
+"""
+
+from __future__ import annotations
+
+import heapq
+from array import array
+from collections.abc import Iterable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from baltoro.errors import LeakError
+
+Ids = NDArray[np.int64]
+FREE = -1
+
+
+class Region:
+    """Blocks of one kind. Single writer: the scheduler, through `UnifiedBooks`.
+
+    `count`: blocks that can exist. Place p lies at physical id `base + step * p`.
+    """
+
+    def __init__(self, kind: str, count: int, *, base: int, step: int) -> None:
+        self.kind, self.count = kind, count
+        self.base, self.step = base, step
+        self.span = 0
+        self.num_used = 0
+        self.num_pending = 0
+        self.is_frozen = False
+        self._physical = np.full(count + 2, FREE, dtype=np.int64)
+        self._physical[0] = 0
+        self._holders = np.zeros(count + 2, dtype=np.int64)
+        self._holds = np.zeros(count + 2, dtype=np.int64)
+        self._ids = np.zeros(count + 2, dtype=np.int64)  # by place: whose it is, 0 for a hole
+        self._free_ids = list(range(count, 0, -1))
+        self._holes: list[int] = []  # a heap of places; entries that are no holes any more are skipped
+        self._edge: int | None = 0  # highest place that is held; None: not known
+
+    # ---- sizes ---------------------------------------------------------------------------------------------------
+    @property
+    def num_placed(self) -> int:
+        """Blocks that take up bytes."""
+        return self.num_used + self.num_pending
+
+    @property
+    def num_holes(self) -> int:
+        return self.span - self.num_placed
+
+    def smallest_span(self, extra: int) -> int | None:
+        """The span that `extra` more blocks need after every move that is allowed; None if there are too many."""
+        needed = self.num_placed + extra
+        return max(needed, self._held_edge()) if needed <= self.count else None
+
+    def free_span(self, extra: int) -> int | None:
+        """The same if nothing were held."""
+        needed = self.num_used + extra
+        return needed if needed <= self.count else None
+
+    # ---- takings -------------------------------------------------------------------------------------------------
+    def span_after(self, extra: int) -> int:
+        """The span after `take(extra)`."""
+        return self.span + max(0, extra - self.num_holes)
+
+    def take(self, count: int) -> list[int]:
+        """Virtual ids of `count` new blocks with one holder each. The caller has made room for `span_after`."""
+        places = [self._pop_hole() for _ in range(min(count, self.num_holes))]
+        places += range(self.span + 1, self.span + 1 + count - len(places))
+        ids = [self._free_ids.pop() for _ in places]
+        where = np.array(places, dtype=np.int64)
+        self._ids[where] = ids
+        self._physical[ids] = self.base + self.step * where
+        self._holders[ids] = 1
+        self.span = max(self.span, *places) if places else self.span
+        self.num_used += count
+        return ids
+
+    def shrink(self, span: int) -> list[tuple[int, int]]:
+        """Move the blocks beyond `span` into the holes nearest to the end: their physical (source, target), in order.
+
+        `span` is at least `smallest_span(0)`, so nothing beyond it is held and the holes suffice.
+        """
+        moves = []
+        for source in range(self.span, span, -1):
+            block = int(self._ids[source])
+            if not block:
+                continue
+            target = self._pop_hole()
+            self._ids[source], self._ids[target] = 0, block
+            self._physical[block] = self._place_id(target)
+            moves.append((self._place_id(source), self._place_id(target)))
+        self.span = min(self.span, span)
+        self._trim()
+        return moves
+
+    # ---- holders -------------------------------------------------------------------------------------------------
+    def share(self, ids: Iterable[int]) -> None:
+        """One more holder for each. Errors: LeakError for a block without holders; nothing is changed then."""
+        blocks = self._existing(ids)
+        self._need(blocks, self._holders[blocks] > 0, "is free and cannot be shared")
+        np.add.at(self._holders, blocks, 1)
+
+    def release(self, ids: Iterable[int]) -> None:
+        """One holder less for each. Errors: LeakError for a block without holders; nothing is changed then."""
+        blocks = self._existing(ids)
+        np.subtract.at(self._holders, blocks, 1)
+        is_good = self._holders[blocks] >= 0
+        if not is_good.all():
+            np.add.at(self._holders, blocks, 1)
+            self._need(blocks, is_good, "was released twice")
+        for block in dict.fromkeys(blocks[self._holders[blocks] == 0].tolist()):
+            self.num_used -= 1
+            if self._holds[block]:
+                self.num_pending += 1
+            else:
+                self._free(block)
+        self._trim()
+
+    def hold(self, ids: Iterable[int]) -> None:
+        """Keep each in its place. Errors: LeakError for a block without holders; nothing is changed then."""
+        blocks = self._existing(ids)
+        self._need(blocks, self._holders[blocks] > 0, "is free and cannot be held")
+        np.add.at(self._holds, blocks, 1)
+        if len(blocks) and self._edge is not None:
+            self._edge = max(self._edge, int(self._places(blocks).max()))
+
+    def unhold(self, ids: Iterable[int]) -> None:
+        """End one hold of each. Errors: LeakError for a block that is not held; nothing is changed then."""
+        blocks = self._existing(ids)
+        np.subtract.at(self._holds, blocks, 1)
+        is_good = self._holds[blocks] >= 0
+        if not is_good.all():
+            np.add.at(self._holds, blocks, 1)
+            self._need(blocks, is_good, "is not held")
+        loose = blocks[self._holds[blocks] == 0]
+        if len(loose):
+            self._edge = None
+        for block in dict.fromkeys(loose[self._holders[loose] == 0].tolist()):
+            self.num_pending -= 1
+            self._free(block)
+        self._trim()
+
+    # ---- questions -----------------------------------------------------------------------------------------------
+    def holders(self, block: int) -> int:
+        """Errors: LeakError for an id that cannot exist."""
+        return int(self._holders[self._existing((block,))][0])
+
+    def physical(self, ids: Ids) -> Ids:
+        """Where blocks lie, int64; the sink stays 0. Errors: LeakError for a free id."""
+        if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) <= self.count:
+            self._existing(ids[ids != 0])
+        found = self._physical[ids]
+        if found.size and int(found.min()) < 0:
+            self._need(ids, found >= 0, "is free and lies nowhere")
+        return found
+
+    def physical_one(self, block: int) -> int:
+        """`physical` of one id."""
+        found = int(self._physical[block]) if 0 <= block <= self.count else FREE
+        if found < 0:
+            raise LeakError(f"{self.kind} {block} is free and lies nowhere")
+        return found
+
+    def used_ids(self) -> tuple[int, ...]:
+        return tuple(np.flatnonzero(self._holders > 0).tolist())
+
+    def faults(self) -> list[str]:
+        """What does not add up: every number here is counted anew from the tables."""
+        faults, ids = [], self._ids[1 : self.count + 1]
+        placed = np.flatnonzero(ids) + 1
+        blocks = self._ids[placed]
+        pending = np.flatnonzero((self._holds > 0) & (self._holders == 0))
+        held = [self._place(block) for block in np.flatnonzero(self._holds > 0).tolist()]
+        holes = {place for place in self._holes if place <= self.span and not self._ids[place]}
+        mapped = set(np.flatnonzero(self._physical > 0).tolist())
+        for what, is_good in (
+            ("the tables disagree about where blocks lie", (self._places(blocks) == placed).all()),
+            ("a place is named by two blocks, or by none", set(blocks.tolist()) == mapped),
+            ("blocks with a place are not those that are used or pending", mapped == {*self.used_ids(), *pending}),
+            ("used or pending blocks are miscounted", (len(self.used_ids()), len(pending)) == self._counts()),
+            ("the span does not end with a block", self.span == int(placed.max(initial=0))),
+            ("holes are lost", len(holes) == self.num_holes),
+            ("the held edge is wrong", self._edge in (None, max(held, default=0))),
+            ("free ids and placed ones are not all", sorted([*self._free_ids, *mapped]) == [*range(1, self.count + 1)]),
+            ("the sentinels were written", self._physical[0] == 0 and self._physical[-1] == FREE),
+        ):
+            if not is_good:
+                faults.append(f"{self.kind}s: {what}")
+        return faults
+
+    # ---- helpers -------------------------------------------------------------------------------------------------
+    def _counts(self) -> tuple[int, int]:
+        return self.num_used, self.num_pending
+
+    def _place_id(self, place: int) -> int:
+        return self.base + self.step * place
+
+    def _place(self, block: int) -> int:
+        return (int(self._physical[block]) - self.base) * self.step
+
+    def _places(self, blocks: Ids) -> Ids:
+        return (self._physical[blocks] - self.base) * self.step
+
+    def _held_edge(self) -> int:
+        if self.is_frozen:
+            return self.span
+        if self._edge is None:
+            held = np.flatnonzero(self._holds)
+            self._edge = int(self._places(held).max(initial=0))
+        return self._edge
+
+    def _existing(self, ids: Iterable[int]) -> Ids:
+        blocks = np.asarray(ids if isinstance(ids, np.ndarray | array | list) else list(ids), dtype=np.int64)
+        self._need(blocks, (blocks >= 1) & (blocks <= self.count), f"is outside 1..{self.count}")
+        return blocks
+
+    def _need(self, blocks: Ids, is_good: NDArray[np.bool_], what: str) -> None:
+        if not is_good.all():
+            raise LeakError(f"{self.kind} {int(blocks[~is_good][0])} {what}")
+
+    def _free(self, block: int) -> None:
+        place = self._place(block)
+        self._ids[place] = 0
+        self._physical[block] = FREE
+        self._free_ids.append(block)
+        heapq.heappush(self._holes, place)
+
+    def _pop_hole(self) -> int:
+        while True:
+            place = heapq.heappop(self._holes)
+            if place <= self.span and not self._ids[place]:
+                self._ids[place] = FREE  # the same place may stand in the heap twice
+                return place
+
+    def _trim(self) -> None:
+        """Let the span end with a block, and drop heap entries that are no holes before they pile up."""
+        while self.span and not self._ids[self.span]:
+            self.span -= 1
+        if len(self._holes) > 2 * self.num_holes + 64:
+            self._holes = sorted({place for place in self._holes if place < self.span and not self._ids[place]})
