@@ -44,13 +44,17 @@ class OldestFirst:
     def pop(self) -> Node | None:
         """The oldest, which is entered no longer."""
         node = self.oldest()
-        if node is not None:
+        while node is not None and self._heap and self._heap[0][2] is node:  # entered twice, they lie side by side
             heapq.heappop(self._heap)
         return node
 
     def __len__(self) -> int:
         """Entries, stale ones included."""
         return len(self._heap)
+
+    def entered(self) -> set[int]:
+        """Serials of the nodes that `oldest` can come to. Looks at all: for the audit."""
+        return {entry[1] for entry in self._heap if self._is_current(entry)}
 
     def _is_current(self, entry: tuple[int, int, Node]) -> bool:
         return entry[0] == entry[2].last_used and self._is_removable(entry[2])

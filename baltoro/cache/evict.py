@@ -11,9 +11,13 @@ Single writer: `PrefixTree`.
 
 from __future__ import annotations
 
+import heapq
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
+
+from baltoro.cache.books import Books
 from baltoro.cache.node import Node
 from baltoro.cache.node_store import NodeStore
 
@@ -21,6 +25,7 @@ from baltoro.cache.node_store import NodeStore
 @dataclass(frozen=True, slots=True)
 class Evicted:
     """One thing that left. `tokens`: the edge, as bytes of int64 ids; it covers the last endpoint before `depth`.
+    `page_places`, `state_place`: where the bytes lie (physical ids).
 
     kind "leaf": the node, its `pages` (those of its edge) and its state. kind "state": the state only; `pages` are
     named so that KV and state can be kept together, and are still the tree's.
@@ -34,6 +39,8 @@ class Evicted:
     pages: tuple[int, ...]
     state: int | None
     tokens: bytes
+    page_places: tuple[int, ...] = ()
+    state_place: int | None = None
 
 
 class Eviction:
@@ -44,7 +51,7 @@ class Eviction:
 
     def __init__(self, store: NodeStore) -> None:
         self._store = store
-        self._aside: list[Node] = []
+        self._aside: list[tuple[int, int, Node]] = []  # a heap, by age
         self.evicted: list[Evicted] = []
         self.num_freed_pages = 0
 
@@ -52,11 +59,11 @@ class Eviction:
         """The leaf that goes next; None if none can."""
         leaves = self._store.leaves
         while (node := leaves.oldest()) is not None and not self._frees_room(node):
-            self._aside.append(node)
+            heapq.heappush(self._aside, (node.last_used, node.serial, node))
             leaves.pop()
         if node is not None or not self._aside:
             return node
-        return self._aside[0]
+        return self._aside[0][2]
 
     def state(self) -> Node | None:
         """The node whose state goes next; None if none can."""
@@ -64,22 +71,22 @@ class Eviction:
 
     def take_leaf(self, node: Node) -> None:
         """Let the leaf go."""
-        if self._aside and node is self._aside[0]:
-            self._aside.pop(0)
-        self.evicted.append(_describe(node, "leaf"))
+        if self._aside and node is self._aside[0][2]:
+            heapq.heappop(self._aside)
+        self.evicted.append(_describe(self._store.books, node, "leaf"))
         self._store.counts.evicted_nodes += 1
         self._store.counts.evicted_states += node.state is not None
         self.num_freed_pages += self._store.remove(node)
 
     def take_state(self, node: Node) -> None:
         """Let the state go; its KV stays."""
-        self.evicted.append(_describe(node, "state"))
+        self.evicted.append(_describe(self._store.books, node, "state"))
         self._store.counts.evicted_states += 1
         self._store.detach(node, is_evicted=True)
 
     def finish(self) -> list[Evicted]:
         """Enter again what was put aside. Out: all that went."""
-        for node in self._aside:
+        for _, _, node in self._aside:
             self._store.leaves.push(node)
         return self.evicted
 
@@ -126,8 +133,18 @@ def evict_for(store: NodeStore, num_pages: int, num_slots: int, *, is_unified: b
     return hunt.finish()
 
 
-def _describe(node: Node, kind: Literal["leaf", "state"]) -> Evicted:
+def _describe(books: Books, node: Node, kind: Literal["leaf", "state"]) -> Evicted:
     assert node.parent is not None
+    places = tuple(books.pages.physical(np.array(node.pages, dtype=np.int64)).tolist())
     return Evicted(
-        kind, node.space.name, node.digest, node.parent.digest, node.depth, node.pages, node.state, node.edge
+        kind,
+        node.space.name,
+        node.digest,
+        node.parent.digest,
+        node.depth,
+        node.pages,
+        node.state,
+        node.edge,
+        places,
+        None if node.state is None else books.slots.physical(node.state),
     )

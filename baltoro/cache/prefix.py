@@ -30,6 +30,7 @@ from baltoro.cache.grid import Grid
 from baltoro.cache.node import Node, chain_digests, root_digest
 from baltoro.cache.node_store import NodeStore, descendants
 from baltoro.cache.retention import PASSING, CheckpointKind, Retention
+from baltoro.cache.tree_audit import tree_faults
 from baltoro.cache.walk import pages_of, path_below, states_above
 from baltoro.errors import ConfigError, LeakError
 
@@ -120,7 +121,7 @@ class PrefixTree:
         self.has_states, self.has_pages = has_states, has_pages
         self.min_depth, self.is_unified = min_depth, is_unified
         self.store = NodeStore(grid.endpoint, books, has_pages=has_pages)
-        self._pins: set[int] = set()
+        self._pins: dict[int, Pin] = {}
         self._num_pins = 0
 
     # finding
@@ -182,14 +183,22 @@ class PrefixTree:
         self._num_pins += 1
         if node is not None:
             self.store.pin(node, has_state=has_state)
-        self._pins.add(self._num_pins)
-        return Pin(self._num_pins, node, has_state)
+        pin = self._pins[self._num_pins] = Pin(self._num_pins, node, has_state)
+        return pin
+
+    def pages_to(self, pin: Pin) -> tuple[int, ...]:
+        """Pages of the prefix that `pin` keeps, from position 0."""
+        path: list[Node] = []
+        node = pin.node
+        while node is not None and node.parent is not None:
+            path.append(node)
+            node = node.parent
+        return pages_of(path[::-1], self.page_size, self.grid.endpoint) if self.has_pages else ()
 
     def unpin(self, pin: Pin) -> None:
         """Give a receipt back. Errors: LeakError if it was given back before."""
-        if pin.serial not in self._pins:
+        if self._pins.pop(pin.serial, None) is None:
             raise LeakError(f"receipt {pin.serial} was given back twice")
-        self._pins.remove(pin.serial)
         if pin.node is not None:
             self.store.unpin(pin.node, has_state=pin.has_state)
 
@@ -296,7 +305,11 @@ class PrefixTree:
             self.store.sweep(root)
 
     def drop_namespace(self, namespace: bytes) -> None:
-        """Make a namespace unfindable at once; what is pinned of it goes with its last receipt."""
+        """Make a namespace unfindable at once; what is pinned of it goes with its last receipt.
+
+        For names that are not used again (an adapter version, a policy version): a request that began before and
+        holds no receipt would otherwise enter what it computed under the old meaning.
+        """
         self.store.drop(namespace)
 
     # seeing
@@ -319,6 +332,12 @@ class PrefixTree:
             num_evicted_states=counts.evicted_states,
             num_superseded=counts.superseded,
         )
+
+    def audit(self) -> None:
+        """Add the tree up. Errors: LeakError with the difference."""
+        faults = tree_faults(self.store, self.grid.step, sum(pin.node is not None for pin in self._pins.values()))
+        if faults:
+            raise LeakError("; ".join(faults))
 
     def holdings(self) -> list[Holding]:
         """What the tree holds in the books, read from its nodes."""
