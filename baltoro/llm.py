@@ -43,11 +43,14 @@ class LLM:
     """One model, loaded. `options` are the fields of `EngineConfig`, such as memory_bytes, dtype, max_running."""
 
     def __init__(self, model: str | Path, **options: Any) -> None:
-        """Load the model and the tokenizer of a folder. Errors: ConfigError, WeightsError."""
+        """Load the model and the tokenizer of a folder. Sets the number of torch's threads in this process
+        (`engine/threads.py`). Errors: ConfigError, WeightsError."""
         from baltoro.config import build
         from baltoro.engine.config import EngineConfig
         from baltoro.engine.engine import load_engine
+        from baltoro.engine.threads import set_threads
 
+        set_threads(model)
         self.tokenizer = Tokenizer.load(model)
         made = Factories(self.tokenizer)
         self.engine: Engine = load_engine(

@@ -79,6 +79,8 @@ def engine(
     """
     import tempfile
 
+    import torch
+
     from baltoro.bench.engine import against_transformers, engine_rounds, engine_summary, kimi_linear_shape
     from baltoro.bench.record import write_record
     from baltoro.cli.box import find_model
@@ -102,7 +104,8 @@ def engine(
             results["transformers"] = against_transformers(Path(scratch), rounds=min(rounds, 3))
         for case, found in results["transformers"].items():
             _print_medians(f"{case} lengths, tokens/s", found["medians"] | {"ratio": found["ratio"]})
-    write_record(json, "engine", {"model": str(folder), "rounds": rounds}, results)
+    settings = {"model": str(folder), "rounds": rounds, "threads": torch.get_num_threads()}
+    write_record(json, "engine", settings, results)
     print(f"wrote {json}")
 
 

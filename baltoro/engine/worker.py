@@ -18,13 +18,12 @@ from types import FrameType, TracebackType
 from typing import Any, Self
 
 import msgspec
-import torch
 import zmq
 
-from baltoro.config import environment
 from baltoro.engine.config import EngineConfig
 from baltoro.engine.engine import Engine, Masks, StopRules, load_engine
-from baltoro.errors import BaltoroError, CapacityError, ConfigError, InvariantError
+from baltoro.engine.threads import set_threads
+from baltoro.errors import BaltoroError, CapacityError, InvariantError
 from baltoro.observe import log, logger
 from baltoro.protocol.completion import TokenDelta
 from baltoro.protocol.worker import (
@@ -60,9 +59,9 @@ def run_worker(
 
     SIGTERM drains. Errors: whatever stopped the engine, after the server was told.
     """
-    _set_threads()
 
     def build() -> Engine:
+        set_threads(model_dir)
         return load_engine(model_dir, config, eos_ids=eos_ids, stop_rules=stop_rules, masks=masks)
 
     serve(address, build)
@@ -186,11 +185,3 @@ def _refusal(submit: Submit, index: int, error: BaltoroError) -> TokenDelta:
         error=str(error),
         error_status=error.status,
     )
-
-
-def _set_threads() -> None:
-    """Torch threads: what BALTORO_THREADS says, else the cores this process may use."""
-    wanted = environment("BALTORO_THREADS") or str(len(os.sched_getaffinity(0)))
-    if not wanted.isdigit() or int(wanted) < 1:
-        raise ConfigError(f"BALTORO_THREADS {wanted!r} must be a positive number")
-    torch.set_num_threads(int(wanted))
