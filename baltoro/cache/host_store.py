@@ -76,6 +76,11 @@ class HostStore:
         shape = plan_host(budget_bytes, pool.layout, endpoint, state_share=state_share)
         return HostStore(shape, pool.layout, endpoint, is_pinned=pool.arena.device.type == "cuda")
 
+    def fingerprint(self, weights: str) -> bytes:
+        """What gives the bytes their meaning: which weights made them (a name that changes with them), and the layout
+        of rows and slots. The size of a page plays no part in it."""
+        return repr((weights, self.endpoint, self.layout.row, self.layout.slot_parts)).encode()
+
     def save_block(self, pool: Pool, block: int, pages: Sequence[int], first_row: int, num_rows: int) -> None:
         """Pool to host: `num_rows` rows from row `first_row` of pages[0] on, to the start of `block`."""
         rows = _rows(pool)
