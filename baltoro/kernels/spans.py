@@ -20,6 +20,9 @@ from baltoro.errors import ShapeError
 
 CPU = torch.device("cpu")
 
+# points inside spans, as (span, length): after the first `length` tokens of that span, 0 < length < its own length
+Borders = tuple[tuple[int, int], ...]
+
 
 @dataclass(frozen=True)
 class Spans:
@@ -69,6 +72,12 @@ class Spans:
         """int64 [T], absolute positions, on `device`."""
         parts = [torch.arange(s, e) for s, e in zip(self.starts, self.ends, strict=True)]
         return torch.cat(parts).to(self.device) if parts else torch.zeros(0, dtype=torch.int64, device=self.device)
+
+    def check_borders(self, borders: Borders) -> None:
+        """Errors: ShapeError if one does not lie inside its span."""
+        for n, length in borders:
+            if not 0 <= n < len(self) or not 0 < length < self.lengths[n]:
+                raise ShapeError(f"no point ({n}, {length}) inside spans of {self.lengths} tokens")
 
     def select(self, first: int, last: int) -> Spans:
         """Spans first..last-1 on their own."""

@@ -17,8 +17,22 @@ from torch import Tensor
 
 from baltoro.errors import ShapeError
 from baltoro.kernels.dispatch import Kernels, kernels_for
-from baltoro.kernels.spans import Spans
+from baltoro.kernels.spans import Borders, Spans
 from baltoro.model.state import CacheViews
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """The state after the first `length` tokens of a prefill span is also written to another slot, in every KDA layer.
+
+    span    index among all spans of the step
+    length  1 .. the span's own length; unless it is that, start + length is a multiple of `K3Model.state_chunk`
+    slot    state slot that gets recurrent state and conv history; the span's own slot is written as ever
+    """
+
+    span: int
+    length: int
+    slot: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +44,7 @@ class CacheMap:
     page_table  int64 [N, P], pages of each span's request in order of position; unused entries are 0
     page_size   positions per page
     views       the cache tensors themselves
+    snapshots   states of this step to keep besides; any number per span
     """
 
     slots: Tensor
@@ -37,6 +52,7 @@ class CacheMap:
     page_table: Tensor
     page_size: int
     views: CacheViews
+    snapshots: tuple[Snapshot, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +109,17 @@ class ForwardContext:
             raise ShapeError("a span that starts at 0 has no state yet: it is a prefill, not a decode")
         if self.num_decodes and self.cache is None:
             raise ShapeError("decode spans need a cache")
+        if self.cache is not None:
+            self._check_snapshots(self.cache.snapshots)
+
+    def _check_snapshots(self, snapshots: tuple[Snapshot, ...]) -> None:
+        for taken in snapshots:
+            if not self.num_decodes <= taken.span < len(self.spans):
+                raise ShapeError(f"{taken} is of no prefill span; after a decode step copy the slot")
+            if not 0 < taken.length <= self.spans.lengths[taken.span]:
+                raise ShapeError(f"{taken} lies outside its span of {self.spans.lengths[taken.span]} tokens")
+        if len({taken.slot for taken in snapshots}) < len(snapshots):
+            raise ShapeError(f"two snapshots would be written to one slot: {snapshots}")
 
     @cached_property
     def kernels(self) -> Kernels:
@@ -118,6 +145,35 @@ class ForwardContext:
     def is_prefill_fresh(self) -> bool:
         """Whether no prefill span has anything before it in the cache."""
         return not any(self.prefill.starts)
+
+    @cached_property
+    def prefill_borders(self) -> Borders:
+        """Points inside the prefill spans, counted among these, whose states are kept."""
+        return tuple((taken.span - self.num_decodes, taken.length) for taken in self._snapshots(is_inside=True))
+
+    @cached_property
+    def state_slots(self) -> Tensor:
+        """int64 [N + B]: slots of the states that prefill leaves, one a span, then one a border."""
+        assert self.cache is not None
+        slots = self.cache.slots[self.num_decodes :]
+        inside = [taken.slot for taken in self._snapshots(is_inside=True)]
+        return torch.cat([slots, torch.tensor(inside, dtype=torch.int64, device=slots.device)]) if inside else slots
+
+    @cached_property
+    def end_copies(self) -> tuple[Tensor, Tensor] | None:
+        """(slots of spans, slots of snapshots) int64, for the snapshots at the end of their span."""
+        taken = self._snapshots(is_inside=False)
+        if not taken:
+            return None
+        assert self.cache is not None
+        slots = self.cache.slots
+        spans, targets = [one.span for one in taken], [one.slot for one in taken]
+        return slots[torch.tensor(spans, device=slots.device)], torch.tensor(targets, device=slots.device)
+
+    def _snapshots(self, *, is_inside: bool) -> list[Snapshot]:
+        """Those inside their span, or those at its end."""
+        taken = () if self.cache is None else self.cache.snapshots
+        return [one for one in taken if (one.length < self.spans.lengths[one.span]) == is_inside]
 
     @cached_property
     def kv_places(self) -> tuple[Tensor, Tensor]:

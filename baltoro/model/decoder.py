@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from baltoro.errors import ShapeError
+from baltoro.kernels.kda.grid import CHUNK
 from baltoro.model.attnres import Stream, depth_query, mix
 from baltoro.model.config import K3Config
 from baltoro.model.context import ForwardContext
@@ -79,6 +80,11 @@ class K3Model(nn.Module):
     def device(self) -> torch.device:
         """Where the weights are."""
         return self.model.norm.weight.device
+
+    @property
+    def state_chunk(self) -> int:
+        """Inside a span a state can be kept at absolute positions that are multiples of this (see `Snapshot`)."""
+        return CHUNK
 
     def merge(self) -> K3Model:
         """Prepare for inference on the device where the weights are: projections of one input become one product.

@@ -1,8 +1,9 @@
 """KDA layer: projections, short convolutions, gate, recurrence, gated norm, output projection.
 
 In: x [T, D], the normed layer input, packed spans. Out: [T, D].
-State: decode rows advance their slot in place; prefill spans read their slot (zeros when they start at 0) and write
-the state after their last token. Training has no state and starts every span at zero.
+State: decode rows advance their slot in place; prefill spans read their slot (zeros when they start at 0), write the
+state after their last token to it, and to other slots what the step's snapshots ask for. Training has no state and
+starts every span at zero.
 Source: spec/k3.md 3.4.
 """
 
@@ -105,8 +106,10 @@ class KDA(nn.Module):
             parts.append(ctx.kernels.conv_step(qkv[:split], weight, history, ctx.cache.slots[:split]))
         if len(ctx.prefill):
             before = _entering(history, ctx.cache, ctx)
-            mixed, after = ctx.kernels.conv(qkv[split:], weight, spans=ctx.prefill, history=before)
-            history[ctx.cache.slots[split:]] = after
+            mixed, after = ctx.kernels.conv(
+                qkv[split:], weight, spans=ctx.prefill, history=before, borders=ctx.prefill_borders
+            )
+            _leave(history, after, ctx)
             parts.append(mixed)
         return torch.cat(parts)
 
@@ -126,9 +129,14 @@ class KDA(nn.Module):
             rows = (t[split:] for t in (q, k, v, g, beta))
             before = _entering(state, ctx.cache, ctx)
             out, after = ctx.kernels.kda_chunk(
-                *rows, spans=ctx.prefill, state=before, scale=scale, is_bounded=is_bounded
+                *rows,
+                spans=ctx.prefill,
+                state=before,
+                scale=scale,
+                is_bounded=is_bounded,
+                borders=ctx.prefill_borders,
             )
-            state[ctx.cache.slots[split:]] = after.to(state.dtype)
+            _leave(state, after, ctx)
             parts.append(out)
         return torch.cat(parts)
 
@@ -138,3 +146,11 @@ def _entering(rows: Tensor, cache: CacheMap, ctx: ForwardContext) -> Tensor:
     found = rows[cache.slots[ctx.num_decodes :]]
     fresh = ctx.prefill_is_fresh.view(-1, *([1] * (found.dim() - 1)))
     return torch.where(fresh, torch.zeros((), dtype=found.dtype, device=found.device), found)
+
+
+def _leave(rows: Tensor, after: Tensor, ctx: ForwardContext) -> None:
+    """Write what prefill spans leave, `after` [N + B, ...], to their slots and to those of the snapshots."""
+    rows[ctx.state_slots] = after.to(rows.dtype)
+    if ctx.end_copies is not None:
+        source, target = ctx.end_copies
+        rows[target] = rows[source]

@@ -46,11 +46,15 @@ def stub_config(**changes: Any) -> K3Config:
 
 
 class StubModel:
-    """Reads and writes exactly what the context says. `can_end` lets the script reach the end token."""
+    """Reads and writes exactly what the context says. `can_end` lets the script reach the end token.
 
-    def __init__(self, config: K3Config | None = None, *, can_end: bool = False) -> None:
+    `state_chunk`: inside a span it has states at multiples of this only, as the real one.
+    """
+
+    def __init__(self, config: K3Config | None = None, *, can_end: bool = False, state_chunk: int = 4) -> None:
         self.config = config or stub_config()
         self.can_end = can_end
+        self.state_chunk = state_chunk
         self.contexts: list[ForwardContext] = []
 
     def __call__(self, ctx: ForwardContext) -> Tensor:
@@ -62,8 +66,21 @@ class StubModel:
         ):
             for at in range(length):
                 rows.append(self._token(ctx, n, offset + at, start + at))
+                self._keep(ctx, n, at + 1)
         logits = torch.stack(rows)
         return logits if ctx.logit_rows is None else logits[ctx.logit_rows]
+
+    def _keep(self, ctx: ForwardContext, n: int, done: int) -> None:
+        """Write the snapshots that are due after the first `done` tokens of span n."""
+        assert ctx.cache is not None
+        for taken in ctx.cache.snapshots:
+            if (taken.span, taken.length) != (n, done):
+                continue
+            position = ctx.spans.starts[n] + done
+            is_there = done == ctx.spans.lengths[n] or position % self.state_chunk == 0
+            assert is_there, f"no state at {position} inside a span"
+            for view in (*ctx.cache.views.recurrent, *ctx.cache.views.conv):
+                view[taken.slot] = view[int(ctx.cache.slots[n])]
 
     def _token(self, ctx: ForwardContext, n: int, row: int, position: int) -> Tensor:
         cache, token = ctx.cache, int(ctx.tokens[row])
@@ -147,6 +164,9 @@ def make_engine(model: StubModel | None = None, *, max_context: Any = "auto", **
         "max_batch_tokens": 24,
         "dtype": "float32",
         "is_poisoned": True,
+        "prefix_cache": False,
+        "pool": "fixed",
+        "overlap": False,
     }
     return Engine(model or StubModel(), EngineConfig(**(defaults | options), max_context=max_context))
 

@@ -56,6 +56,21 @@ def test_span_shorter_than_the_window_keeps_old_history() -> None:
     assert torch.equal(history[0], torch.cat([old[0, 1:], x]))
 
 
+def test_history_inside_a_span_is_that_of_a_span_that_ends_there() -> None:
+    (x,), weight = inputs(14)
+    old = torch.randn(3, 3, CHANNELS, dtype=torch.float64)
+    spans, borders = Spans.build([7, 1, 6], [5, 9, 0]), ((2, 1), (0, 2), (0, 6), (2, 4))
+    y, plain = short_conv(x, weight, spans=spans, history=old)
+    y_asked, history = short_conv(x, weight, spans=spans, history=old, borders=borders)
+    assert torch.equal(y_asked, y) and torch.equal(history[:3], plain)
+    for found, (n, length) in zip(history[3:], borders, strict=True):
+        rows = x[spans.offsets[n] :][:length]
+        _, expected = short_conv(rows, weight, spans=Spans.build([length]), history=old[n : n + 1])
+        assert torch.equal(found, expected[0]), (n, length)
+    with pytest.raises(ShapeError):
+        short_conv(x, weight, spans=spans, history=old, borders=((1, 1),))
+
+
 def test_history_is_not_written() -> None:
     (x,), weight = inputs(6)
     old = torch.randn(1, 3, CHANNELS, dtype=torch.float64)
@@ -82,6 +97,8 @@ def test_gradients_of_input_weight_and_history() -> None:
     spans = Spans.build([4, 1, 4], [5, 2, 3])
     args = (x.requires_grad_(), weight.requires_grad_(), history)
     assert torch.autograd.gradcheck(lambda x, w, h: short_conv(x, w, spans=spans, history=h), args)
+    borders = ((2, 1), (0, 3), (2, 1))
+    assert torch.autograd.gradcheck(lambda x, w, h: short_conv(x, w, spans=spans, history=h, borders=borders), args)
 
 
 def test_bfloat16_input_gives_bfloat16_output_summed_in_float32() -> None:

@@ -14,15 +14,20 @@ from torch import Tensor
 
 from baltoro.kernels.precision import acc_dtype
 from baltoro.kernels.spans import Spans
-from baltoro.model.context import CacheMap, ForwardContext, Media
+from baltoro.model.context import CacheMap, ForwardContext, Media, Snapshot
 from baltoro.model.decoder import K3Model
 from baltoro.model.state import CacheViews
 
 
 class Harness:
-    """One cache with room for `num_requests` requests of up to `max_tokens` tokens."""
+    """One cache with room for `num_requests` requests of up to `max_tokens` tokens.
 
-    def __init__(self, model: K3Model, num_requests: int, *, page_size: int = 4, max_tokens: int = 256) -> None:
+    Requests own the slots 1 .. num_requests; `num_spare` slots more, the last ones, are for snapshots.
+    """
+
+    def __init__(
+        self, model: K3Model, num_requests: int, *, page_size: int = 4, max_tokens: int = 256, num_spare: int = 0
+    ) -> None:
         self.model, self.page_size = model, page_size
         config = model.config
         pages_each = -(-max_tokens // page_size)
@@ -31,10 +36,11 @@ class Harness:
         self.slots = torch.arange(num_requests, 0, -1)
         self.done = [0] * num_requests
         width = 3 * config.kda_width
-        state = (num_requests + 1, config.kda_num_heads, config.kda_head_dim, config.kda_head_dim)
+        num_slots = num_requests + num_spare + 1
+        state = (num_slots, config.kda_num_heads, config.kda_head_dim, config.kda_head_dim)
         acc = acc_dtype(model.dtype)
         num_kda, num_mla = len(config.kda_layers), len(config.mla_layers)
-        conv = (num_requests + 1, config.conv_size - 1, width)
+        conv = (num_slots, config.conv_size - 1, width)
         kv = (num_requests * pages_each + 1, page_size, config.kv_row_width)
         self.views = CacheViews(
             recurrent=tuple(torch.full(state, torch.nan, dtype=acc) for _ in range(num_kda)),
@@ -42,9 +48,15 @@ class Harness:
             kv=tuple(torch.full(kv, torch.nan, dtype=model.dtype) for _ in range(num_mla)),
         )
 
-    def step(self, work: Sequence[tuple[int, Sequence[int]]], media: Media | None = None) -> list[Tensor]:
+    def step(
+        self,
+        work: Sequence[tuple[int, Sequence[int]]],
+        media: Media | None = None,
+        snapshots: Sequence[tuple[int, int, int]] = (),
+    ) -> list[Tensor]:
         """Advance requests by spans of tokens in one forward; logits [length, X] of each span, in `work`'s order.
 
+        `snapshots`: (place in `work`, length, slot).
         `media` rows count in the order decodes first, as the forward sees them (pass spans in that order then).
         """
         rank = sorted(range(len(work)), key=lambda i: not self._is_decode(*work[i]))
@@ -57,7 +69,8 @@ class Harness:
         for n, (start, end) in enumerate(zip(spans.starts, spans.ends, strict=True)):
             places = torch.arange(start, end)
             rows.append(tables[n, places // self.page_size] * self.page_size + places % self.page_size)
-        cache = CacheMap(self.slots[requests], torch.cat(rows), tables, self.page_size, self.views)
+        taken = tuple(Snapshot(rank.index(i), length, slot) for i, length, slot in snapshots)
+        cache = CacheMap(self.slots[requests], torch.cat(rows), tables, self.page_size, self.views, taken)
         num_decodes = sum(self._is_decode(*item) for item in ordered)
         tokens = torch.tensor([token for _, span in ordered for token in span])
         with torch.no_grad():
@@ -75,6 +88,16 @@ class Harness:
         edges.append(len(tokens))
         pieces = [tokens[a:b] for a, b in pairwise(edges) if b > a]
         return torch.cat([self.step([(request, piece)])[0] for piece in pieces])
+
+    def state(self, slot: int) -> list[Tensor]:
+        """Copies of all that a slot holds, recurrent then conv, layer by layer."""
+        return [view[slot].clone() for view in (*self.views.recurrent, *self.views.conv)]
+
+    def restore(self, request: int, slot: int, depth: int) -> None:
+        """Let a request whose rows up to `depth` are in the cache continue from a kept state."""
+        for view in (*self.views.recurrent, *self.views.conv):
+            view[self.slots[request]] = view[slot]
+        self.done[request] = depth
 
     def _is_decode(self, request: int, tokens: Sequence[int]) -> bool:
         return len(tokens) == 1 and self.done[request] > 0

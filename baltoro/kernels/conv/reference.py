@@ -18,20 +18,24 @@ from torch.autograd.function import once_differentiable
 
 from baltoro.errors import ShapeError
 from baltoro.kernels.precision import acc_dtype
-from baltoro.kernels.spans import Spans
+from baltoro.kernels.spans import Borders, Spans
 
 
-def short_conv(x: Tensor, weight: Tensor, *, spans: Spans, history: Tensor | None) -> tuple[Tensor, Tensor]:
+def short_conv(
+    x: Tensor, weight: Tensor, *, spans: Spans, history: Tensor | None, borders: Borders = ()
+) -> tuple[Tensor, Tensor]:
     """Convolve packed spans.
 
-    x [T, C]; weight [C, W]; history [N, W-1, C] or None (zeros). Returns y [T, C] and the new history [N, W-1, C]:
-    the last W-1 inputs of each request, old history included where the span is shorter. `history` is not written.
+    x [T, C]; weight [C, W]; history [N, W-1, C] or None (zeros). Returns y [T, C] and new histories [N + B, W-1, C]:
+    the last W-1 inputs after each span, then at each of the B borders (anywhere inside a span), old history included
+    where fewer inputs came since. `history` is not written.
     """
+    spans.check_borders(borders)
     if x.shape[0] != spans.num_tokens or weight.shape[0] != x.shape[1]:
         raise ShapeError(f"x {tuple(x.shape)}, weight {tuple(weight.shape)} do not fit {spans.num_tokens} tokens")
     if history is None:
         history = x.new_zeros(len(spans), weight.shape[1] - 1, x.shape[1])
-    y, after = _ShortConv.apply(x, weight, history.to(x.dtype), spans)  # type: ignore[no-untyped-call]
+    y, after = _ShortConv.apply(x, weight, history.to(x.dtype), spans, borders)  # type: ignore[no-untyped-call]
     return y, after
 
 
@@ -42,7 +46,9 @@ class _ShortConv(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, history: Tensor, spans: Spans) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, history: Tensor, spans: Spans, borders: Borders
+    ) -> tuple[Tensor, Tensor]:
         keep, acc = weight.shape[1] - 1, acc_dtype(x.dtype)
         parts = [part for n, rows in enumerate(torch.split(x, list(spans.lengths))) for part in (history[n], rows)]
         padded = torch.cat(parts)
@@ -52,10 +58,10 @@ class _ShortConv(torch.autograd.Function):
         for j, tap in enumerate(taps[1:], start=1):
             mixed.addcmul_(wide[j : j + num_out], tap)
         ctx.save_for_backward(padded, weight, mixed)
-        ctx.spans = spans
+        ctx.spans, ctx.points = spans, _points(spans, borders, keep)
         outputs = [mixed[rows] for rows in _output_rows(spans, keep)]
         y = F.silu(torch.cat(outputs) if len(outputs) > 1 else outputs[0]).to(x.dtype)
-        return y, torch.stack([padded[rows.stop : rows.stop + keep] for rows in _output_rows(spans, keep)])
+        return y, torch.stack([padded[point : point + keep] for point in ctx.points])
 
     @staticmethod
     @once_differentiable
@@ -73,17 +79,23 @@ class _ShortConv(torch.autograd.Function):
             window = slice(j, j + len(mixed))
             d_padded[window].addcmul_(d_mixed, tap)
             d_taps[j] = (d_mixed * wide[window]).sum(0)
-        for n, rows in enumerate(rows_of):
-            d_padded[rows.stop : rows.stop + keep] += d_after[n]
+        for point, part in zip(ctx.points, d_after, strict=True):
+            d_padded[point : point + keep] += part
         d_x = torch.cat([d_padded[rows.start + keep : rows.stop + keep] for rows in rows_of])
         d_history = torch.stack([d_padded[rows.start : rows.start + keep] for rows in rows_of])
-        return d_x.to(padded.dtype), d_taps.T.to(weight.dtype), d_history.to(padded.dtype), None
+        return d_x.to(padded.dtype), d_taps.T.to(weight.dtype), d_history.to(padded.dtype), None, None
 
 
 def _output_rows(spans: Spans, keep: int) -> list[slice]:
     """Rows of each span among the outputs of the padded layout."""
     firsts = [offset + n * keep for n, offset in enumerate(spans.offsets[:-1])]
     return [slice(first, first + length) for first, length in zip(firsts, spans.lengths, strict=True)]
+
+
+def _points(spans: Spans, borders: Borders, keep: int) -> list[int]:
+    """Where the W-1 inputs begin that precede the end of each span, then each border, in the padded layout."""
+    rows_of = _output_rows(spans, keep)
+    return [rows.stop for rows in rows_of] + [rows_of[n].start + length for n, length in borders]
 
 
 def short_conv_step(x: Tensor, weight: Tensor, history: Tensor, slots: Tensor) -> Tensor:

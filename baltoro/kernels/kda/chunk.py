@@ -21,10 +21,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from baltoro.errors import ShapeError
-from baltoro.kernels.kda.grid import Grid
+from baltoro.kernels.kda.grid import CHUNK, Grid
 from baltoro.kernels.kda.pairs import add_pair_gradients, invert_unit_lower_, pair_products
 from baltoro.kernels.kda.reference import prepare
-from baltoro.kernels.spans import Spans
+from baltoro.kernels.spans import Borders, Spans
 
 # On a CPU heads are worked on in groups of about this many chunks x heads, to stay in its caches.
 CPU_GROUP = 64
@@ -40,20 +40,23 @@ def chunked(
     spans: Spans,
     state: Tensor | None,
     scale: float,
-    chunk: int = 64,
+    chunk: int = CHUNK,
     is_bounded: bool = False,
+    borders: Borders = (),
 ) -> tuple[Tensor, Tensor]:
     """Run packed spans in chunks; arguments and results as `reference.recurrent`. `chunk` is a power of two.
 
+    borders: points inside spans, at absolute multiples of `chunk`, whose states are wanted too. They cost only a copy,
+    for the states that enter chunks are made in any case.
     is_bounded: a promise that g >= -5 everywhere. Other implementations of this operation live by it; this one is
     right for any gate and does not look at it.
     """
     if chunk < 1 or chunk & (chunk - 1):
         raise ShapeError(f"chunk {chunk} is not a power of two")
     q, k, v, g, beta, state = prepare(q, k, v, g, beta, spans=spans, state=state)
-    grid = Grid.build(spans, chunk, k.device)
-    o, final = _Chunked.apply(q, k, v, g, beta, state, grid, scale)  # type: ignore[no-untyped-call]
-    return o, final
+    grid = Grid.build(spans, chunk, k.device, borders)
+    o, after = _Chunked.apply(q, k, v, g, beta, state, grid, scale)  # type: ignore[no-untyped-call]
+    return o, after
 
 
 class _Chunked(torch.autograd.Function):
@@ -64,23 +67,24 @@ class _Chunked(torch.autograd.Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, grid: Grid, scale: float
     ) -> tuple[Tensor, Tensor]:
         ctx.grid, ctx.scale, ctx.groups = grid, scale, _groups(k, grid)
-        o, final, saved = torch.empty_like(v), torch.empty_like(state), []
+        num_states = len(state) if grid.later is None else len(state) + len(grid.later)
+        o, after, saved = torch.empty_like(v), state.new_empty(num_states, *state.shape[1:]), []
         for heads in ctx.groups:
             inputs = tuple(x[:, heads] for x in (q, k, v, g, beta, state))
-            o[:, heads], final[:, heads], kept = _forward(inputs, grid, scale)
+            o[:, heads], after[:, heads], kept = _forward(inputs, grid, scale)
             saved += kept
         ctx.save_for_backward(*saved)
-        return o, final
+        return o, after
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, d_o: Tensor, d_final: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, d_o: Tensor, d_after: Tensor) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors
         size = len(saved) // len(ctx.groups)
         parts = []
         for n, heads in enumerate(ctx.groups):
             kept = saved[n * size : (n + 1) * size]
-            parts.append(_backward(kept, d_o[:, heads], d_final[:, heads], ctx.grid, ctx.scale))
+            parts.append(_backward(kept, d_o[:, heads], d_after[:, heads], ctx.grid, ctx.scale))
         joined = [torch.cat(part, dim=1) if len(part) > 1 else part[0] for part in zip(*parts, strict=True)]
         return (*joined, None, None)
 
@@ -92,7 +96,7 @@ def _groups(k: Tensor, grid: Grid) -> list[slice]:
 
 
 def _forward(inputs: tuple[Tensor, ...], grid: Grid, scale: float) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """From q, k, v, g, beta, state: o [T, H, V], final state [N, H, V, K], and what `_backward` needs.
+    """From q, k, v, g, beta, state: o [T, H, V], the states wanted [N + B, H, V, K], and what `_backward` needs.
 
     X = chunks x heads in the comments.
     """
@@ -110,11 +114,11 @@ def _forward(inputs: tuple[Tensor, ...], grid: Grid, scale: float) -> tuple[Tens
     fixed = torch.baddbmm(u, w, entering.mT, alpha=-1)  # U
     o = torch.bmm(q * prefix, entering.mT).baddbmm_(a_qk, fixed)
     kept = [row, q, k, v, g, beta, a_qk, prefix, suffix, inverse, wu, transition, entering, fixed]
-    return grid.gather(o, heads), grid.unsort(leaving, heads), kept
+    return grid.gather(o, heads), grid.add_borders(grid.unsort(leaving, heads), entering), kept
 
 
 def _backward(
-    kept: tuple[Tensor, ...], d_o: Tensor, d_final: Tensor, grid: Grid, scale: float
+    kept: tuple[Tensor, ...], d_o: Tensor, d_after: Tensor, grid: Grid, scale: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v, g, beta and the entering state."""
     row, q, k, v, g, beta, a_qk, prefix, suffix, inverse, wu, transition, entering, fixed = kept
@@ -123,6 +127,7 @@ def _backward(
     d_qk = torch.bmm(d_o, fixed.mT)
     d_fixed = torch.bmm(a_qk.mT, d_o)
     d_entering = torch.bmm(d_o.mT, q * prefix).baddbmm_(d_fixed.mT, wu[..., : widths[0]], alpha=-1)
+    d_final = grid.take_borders(d_after, d_entering)
     d_leaving, d_state = _scan_back(transition, d_entering, grid.sort(d_final), grid, heads)
     d_fixed.baddbmm_(k * suffix, d_leaving.mT)
     # wu = inverse (row P | beta v) with inverse = (I + A_kk)^-1

@@ -2,17 +2,21 @@
 
 In and out: as `chunk.chunked`. Its chunks start at the span's first token instead of the absolute grid: equal up to
 rounding, so a result may move in the last bits with the cut. Computes in bf16 with an fp32 state; other dtypes go to
-the reference.
+the reference. A border inside a span costs a call more (see `segments`).
 Source: fla ops/kda (MIT), called, not copied; measured figures in spec/kernels.md A.5, F.
 """
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
 from baltoro.kernels.kda import chunk as plain
-from baltoro.kernels.spans import Spans
+from baltoro.kernels.kda.grid import CHUNK
+from baltoro.kernels.kda.segments import run_in_segments
+from baltoro.kernels.spans import Borders, Spans
 
 
 def chunked(
@@ -25,14 +29,34 @@ def chunked(
     spans: Spans,
     state: Tensor | None,
     scale: float,
-    chunk: int = 64,
+    chunk: int = CHUNK,
     is_bounded: bool = False,
+    borders: Borders = (),
 ) -> tuple[Tensor, Tensor]:
     """Arguments and results as `chunk.chunked`; `v` in bf16 selects this path. `is_bounded` promises g >= -5."""
     if v.dtype != torch.bfloat16:
-        return plain.chunked(
-            q, k, v, g, beta, spans=spans, state=state, scale=scale, chunk=chunk, is_bounded=is_bounded
-        )
+        return plain.chunked(q, k, v, g, beta, spans=spans, state=state, scale=scale, chunk=chunk, borders=borders)
+    call = partial(_call, scale=scale, is_bounded=is_bounded)
+    if not borders:
+        return call(q, k, v, g, beta, spans, state)
+    if state is None:
+        state = torch.zeros(len(spans), *v.shape[1:], k.shape[-1], dtype=torch.float32, device=v.device)
+    return run_in_segments(call, (q, k, v, g, beta), spans=spans, state=state, borders=borders)
+
+
+def _call(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    spans: Spans,
+    state: Tensor | None,
+    *,
+    scale: float,
+    is_bounded: bool,
+) -> tuple[Tensor, Tensor]:
+    """All spans whole, in one call of the library."""
     from fla.ops.kda import chunk_kda  # an extra of the GPU machine; the row needs it
 
     out, final = chunk_kda(

@@ -16,7 +16,7 @@ from torch import Tensor
 from baltoro.errors import ShapeError
 from baltoro.kernels.norm.reference import l2_norm as l2_norm
 from baltoro.kernels.precision import acc_dtype
-from baltoro.kernels.spans import Spans
+from baltoro.kernels.spans import Borders, Spans
 
 
 def recurrent(
@@ -29,21 +29,25 @@ def recurrent(
     spans: Spans,
     state: Tensor | None,
     scale: float,
+    borders: Borders = (),
 ) -> tuple[Tensor, Tensor]:
     """Run packed spans one token at a time.
 
     q, k, g [T, H, K]; v [T, H, V]; beta [T, H]; state [N, H, V, K] or None (zeros), not written.
-    Returns o [T, H, V] and the state after each span [N, H, V, K].
+    Returns o [T, H, V] and states [N + B, H, V, K]: after each span, then at each of the B borders.
     """
     q, k, v, g, beta, state = prepare(q, k, v, g, beta, spans=spans, state=state)
-    outputs, finals = [], []
+    spans.check_borders(borders)
+    outputs, finals, found = [], [], dict.fromkeys(borders, state)
     for n, first in enumerate(spans.offsets[:-1]):
         matrix = state[n]
         for t in range(first, spans.offsets[n + 1]):
             matrix, o = _advance(matrix, q[t] * scale, k[t], v[t], g[t], beta[t])
             outputs.append(o)
+            if (n, t + 1 - first) in found:
+                found[n, t + 1 - first] = matrix
         finals.append(matrix)
-    return torch.stack(outputs), torch.stack(finals)
+    return torch.stack(outputs), torch.stack(finals + [found[border] for border in borders])
 
 
 def step(
