@@ -124,6 +124,8 @@ class Model:
         for key, entry in self.entries.items():
             if not self.is_findable(key) and not entry.state_pins:
                 entry.state = None
+        if self.has_pages and all(self.is_findable(key) for key in self.entries):
+            return
         wanted = {
             (*key[:2], key[2][:depth])
             for key, entry in self.entries.items()
@@ -172,7 +174,8 @@ class Model:
 
     def oldest_leaf(self, used: Set[int]) -> Entry | None:
         """Of those that free something if there is one."""
-        leaves = [e for e in self.entries.values() if self.has_pages and not e.pins and not self.num_children(e)]
+        parents = {(*key[:2], key[2][: -self.grid.endpoint]) for key in self.entries}
+        leaves = [e for e in self.entries.values() if self.has_pages and not e.pins and e.key not in parents]
         useful = [entry for entry in leaves if not used >= set(entry.pages)]
         return min(useful or leaves, key=lambda entry: (entry.last_used, entry.order), default=None)
 
