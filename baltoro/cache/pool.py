@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -53,22 +53,18 @@ class ArenaLayout:
     slot_parts: tuple[Part, ...]
     row: Part | None
     page_size: int
+    part_offsets: tuple[int, ...] = field(init=False, repr=False, compare=False)
+    """Byte offset of each slot part, and the slot's size as the last entry."""
+    slot_bytes: int = field(init=False, repr=False, compare=False)
+    page_bytes: int = field(init=False, repr=False, compare=False)
 
-    @property
-    def part_offsets(self) -> tuple[int, ...]:
-        """Byte offset of each slot part, and the slot's size as the last entry."""
+    def __post_init__(self) -> None:
         offsets = [0]
         for part in self.slot_parts:
             offsets.append(_align(offsets[-1] + part.num_bytes))
-        return tuple(offsets)
-
-    @property
-    def slot_bytes(self) -> int:
-        return self.part_offsets[-1]
-
-    @property
-    def page_bytes(self) -> int:
-        return 0 if self.row is None else self.page_size * self.row.num_bytes
+        object.__setattr__(self, "part_offsets", tuple(offsets))
+        object.__setattr__(self, "slot_bytes", offsets[-1])
+        object.__setattr__(self, "page_bytes", 0 if self.row is None else self.page_size * self.row.num_bytes)
 
 
 @dataclass(frozen=True, slots=True)

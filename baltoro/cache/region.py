@@ -1,15 +1,15 @@
 """One end of a unified arena: the blocks of one kind, packed towards that end, with holes where some were given back.
 
-    place   1   2   3   4   5   6  | 7 ...          span = 6: places 1..6 belong to this kind, the rest does not
+    place   1   2   3   4   5   6  | 7 ...          extent = 6: places 1..6 belong to this kind, the rest does not
             A   B   .   C   .   D  |                holes = {3, 5}; live = 4
 
 Places are counted from the arena's own end, so both kinds look alike here; `physical` says where a place lies.
 In: takings, releases and holds by virtual id. Out: virtual ids, and (source, target) places when blocks must move up.
-Invariants: place `span` is never a hole; a taking fills the hole nearest to the end before the span grows; a held
+Invariants: place `extent` is never a hole; a taking fills the hole nearest to the end before the extent grows; a held
 block keeps its place; a block that was released while held is pending: it has no holder, and keeps place and virtual
 id until the last hold ends. Tables are int64 and of this kind's own size: entry 0 is the sink, free entries and the one
 after the last are -1.
-Not here: whether the span may grow, which depends on the other end (`unified.py`).
+Not here: whether the extent may grow, which depends on the other end (`unified.py`).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Region:
     def __init__(self, kind: str, count: int, *, base: int, step: int) -> None:
         self.kind, self.count = kind, count
         self.base, self.step = base, step
-        self.span = 0
+        self.extent = 0
         self.num_used = 0
         self.num_pending = 0
         self.is_frozen = False
@@ -57,43 +57,43 @@ class Region:
 
     @property
     def num_holes(self) -> int:
-        return self.span - self.num_placed
+        return self.extent - self.num_placed
 
-    def smallest_span(self, extra: int) -> int | None:
-        """The span that `extra` more blocks need after every move that is allowed; None if there are too many."""
+    def smallest_extent(self, extra: int) -> int | None:
+        """The extent that `extra` more blocks need after every move that is allowed; None if there are too many."""
         needed = self.num_placed + extra
         return max(needed, self._held_edge()) if needed <= self.count else None
 
-    def free_span(self, extra: int) -> int | None:
+    def free_extent(self, extra: int) -> int | None:
         """The same if nothing were held."""
         needed = self.num_used + extra
         return needed if needed <= self.count else None
 
     # ---- takings -------------------------------------------------------------------------------------------------
-    def span_after(self, extra: int) -> int:
-        """The span after `take(extra)`."""
-        return self.span + max(0, extra - self.num_holes)
+    def extent_after(self, extra: int) -> int:
+        """The extent after `take(extra)`."""
+        return self.extent + max(0, extra - self.num_holes)
 
     def take(self, count: int) -> list[int]:
-        """Virtual ids of `count` new blocks with one holder each. The caller has made room for `span_after`."""
+        """Virtual ids of `count` new blocks with one holder each. The caller has made room for `extent_after`."""
         places = [self._pop_hole() for _ in range(min(count, self.num_holes))]
-        places += range(self.span + 1, self.span + 1 + count - len(places))
+        places += range(self.extent + 1, self.extent + 1 + count - len(places))
         ids = [self._free_ids.pop() for _ in places]
         where = np.array(places, dtype=np.int64)
         self._ids[where] = ids
         self._physical[ids] = self.base + self.step * where
         self._holders[ids] = 1
-        self.span = max(self.span, *places) if places else self.span
+        self.extent = max(self.extent, *places) if places else self.extent
         self.num_used += count
         return ids
 
-    def shrink(self, span: int) -> list[tuple[int, int]]:
-        """Move the blocks beyond `span` into the holes nearest to the end: their physical (source, target), in order.
+    def shrink(self, extent: int) -> list[tuple[int, int]]:
+        """Move the blocks beyond `extent` into the holes nearest to the end: their physical (source, target), in order.
 
-        `span` is at least `smallest_span(0)`, so nothing beyond it is held and the holes suffice.
+        `extent` is at least `smallest_extent(0)`, so nothing beyond it is held and the holes suffice.
         """
         moves = []
-        for source in range(self.span, span, -1):
+        for source in range(self.extent, extent, -1):
             block = int(self._ids[source])
             if not block:
                 continue
@@ -101,7 +101,7 @@ class Region:
             self._ids[source], self._ids[target] = 0, block
             self._physical[block] = self._place_id(target)
             moves.append((self._place_id(source), self._place_id(target)))
-        self.span = min(self.span, span)
+        self.extent = min(self.extent, extent)
         self._trim()
         return moves
 
@@ -183,14 +183,14 @@ class Region:
         blocks = self._ids[placed]
         pending = np.flatnonzero((self._holds > 0) & (self._holders == 0))
         held = [self._place(block) for block in np.flatnonzero(self._holds > 0).tolist()]
-        holes = {place for place in self._holes if place <= self.span and not self._ids[place]}
+        holes = {place for place in self._holes if place <= self.extent and not self._ids[place]}
         mapped = set(np.flatnonzero(self._physical > 0).tolist())
         for what, is_good in (
             ("the tables disagree about where blocks lie", (self._places(blocks) == placed).all()),
             ("a place is named by two blocks, or by none", set(blocks.tolist()) == mapped),
             ("blocks with a place are not those that are used or pending", mapped == {*self.used_ids(), *pending}),
             ("used or pending blocks are miscounted", (len(self.used_ids()), len(pending)) == self._counts()),
-            ("the span does not end with a block", self.span == int(placed.max(initial=0))),
+            ("the extent does not end with a block", self.extent == int(placed.max(initial=0))),
             ("holes are lost", len(holes) == self.num_holes),
             ("the held edge is wrong", self._edge in (None, max(held, default=0))),
             ("free ids and placed ones are not all", sorted([*self._free_ids, *mapped]) == [*range(1, self.count + 1)]),
@@ -215,7 +215,7 @@ class Region:
 
     def _held_edge(self) -> int:
         if self.is_frozen:
-            return self.span
+            return self.extent
         if self._edge is None:
             held = np.flatnonzero(self._holds)
             self._edge = int(self._places(held).max(initial=0))
@@ -240,13 +240,13 @@ class Region:
     def _pop_hole(self) -> int:
         while True:
             place = heapq.heappop(self._holes)
-            if place <= self.span and not self._ids[place]:
+            if place <= self.extent and not self._ids[place]:
                 self._ids[place] = FREE  # the same place may stand in the heap twice
                 return place
 
     def _trim(self) -> None:
-        """Let the span end with a block, and drop heap entries that are no holes before they pile up."""
-        while self.span and not self._ids[self.span]:
-            self.span -= 1
+        """Let the extent end with a block, and drop heap entries that are no holes before they pile up."""
+        while self.extent and not self._ids[self.extent]:
+            self.extent -= 1
         if len(self._holes) > 2 * self.num_holes + 64:
-            self._holes = sorted({place for place in self._holes if place < self.span and not self._ids[place]})
+            self._holes = sorted({place for place in self._holes if place < self.extent and not self._ids[place]})

@@ -4,12 +4,12 @@
                      ^ hole        \\__ one stretch __/         ^ hole
 
 Virtual ids above, physical ids below. What is released leaves a hole, which the next taking of its kind fills. Only
-when a taking needs bytes that the other kind's span covers are blocks at the border of that span moved into its holes
+when a taking needs bytes that the other kind's extent covers are blocks at the border of that extent moved into its holes
 (one BookMove each), just as many as needed. A block that is held does not move, and bounds what its neighbours can
 make free: `has_room` counts exactly what is possible now.
 
 In: the shape of the arena. Out: ids and moves (`books.py` has the contract).
-Invariants: span == live + holes + pending on each side (`region.py`); the two spans never overlap by a byte; a refused
+Invariants: extent == live + holes + pending on each side (`region.py`); the two extents never overlap by a byte; a refused
 taking changes nothing; the moves of one taking have no place in common and move no block twice.
 Single writer: the scheduler. No bytes here (`pool.py`).
 """
@@ -41,8 +41,8 @@ class UnifiedBooks:
     def has_room(self, num_pages: int, num_slots: int) -> bool:
         """Whether `pages.take(num_pages)` and `num_slots` times `slots.take()` would succeed, in any order."""
         pages, slots = self._pages, self._slots
-        has_room = self._fits(slots.smallest_span(num_slots), pages.smallest_span(num_pages))
-        self.is_cramped = not has_room and self._fits(slots.free_span(num_slots), pages.free_span(num_pages))
+        has_room = self._fits(slots.smallest_extent(num_slots), pages.smallest_extent(num_pages))
+        self.is_cramped = not has_room and self._fits(slots.free_extent(num_slots), pages.free_extent(num_pages))
         return has_room
 
     def take_moves(self) -> list[BookMove]:
@@ -69,29 +69,29 @@ class UnifiedBooks:
 
     def faults(self) -> list[str]:
         faults = self._slots.faults() + self._pages.faults()
-        if not self._fits(self._slots.span, self._pages.span):
-            faults.append(f"{self._slots.span} slots and {self._pages.span} pages overlap")
+        if not self._fits(self._slots.extent, self._pages.extent):
+            faults.append(f"{self._slots.extent} slots and {self._pages.extent} pages overlap")
         return faults
 
     def free_gap_bytes(self) -> int:
-        """Bytes between the two spans: what can be taken without any move or hole."""
-        return self.shape.pages_start(self._pages.span) - self.shape.slots_end(self._slots.span)
+        """Bytes between the two extents: what can be taken without any move or hole."""
+        return self.shape.pages_start(self._pages.extent) - self.shape.slots_end(self._slots.extent)
 
     # ---- takings -------------------------------------------------------------------------------------------------
     def _take_pages(self, count: int) -> list[int]:
         if not self.has_room(count, 0):
             raise PoolExhausted(f"{count} KV pages wanted, {self._num_free_pages()} fit: {self._describe()}")
-        span = self._pages.span_after(count)
-        if not self._fits(self._slots.span, span):
-            self._note("slot", self._slots.shrink(self.shape.slots_beside(span)))
+        extent = self._pages.extent_after(count)
+        if not self._fits(self._slots.extent, extent):
+            self._note("slot", self._slots.shrink(self.shape.slots_beside(extent)))
         return self._pages.take(count)
 
     def _take_slot(self) -> int:
         if not self.has_room(0, 1):
             raise PoolExhausted(f"no state slot fits: {self._describe()}")
-        span = self._slots.span_after(1)
-        if not self._fits(span, self._pages.span):
-            self._note("page", self._pages.shrink(self.shape.pages_beside(span)))
+        extent = self._slots.extent_after(1)
+        if not self._fits(extent, self._pages.extent):
+            self._note("page", self._pages.shrink(self.shape.pages_beside(extent)))
         return self._slots.take(1)[0]
 
     def _note(self, kind: str, moves: list[tuple[int, int]]) -> None:
@@ -99,17 +99,17 @@ class UnifiedBooks:
         self._moves += [BookMove("slot" if kind == "slot" else "page", source, target) for source, target in moves]
 
     def _num_free_pages(self) -> int:
-        slots = self._slots.smallest_span(0)
+        slots = self._slots.smallest_extent(0)
         assert slots is not None
         return max(0, self.shape.pages_beside(slots) - self._pages.num_placed)
 
     def _num_free_slots(self) -> int:
-        pages = self._pages.smallest_span(0)
+        pages = self._pages.smallest_extent(0)
         assert pages is not None
         return max(0, self.shape.slots_beside(pages) - self._slots.num_placed)
 
     def _fits(self, slots: int | None, pages: int | None) -> bool:
-        """Whether spans of so many slots and pages have room beside each other."""
+        """Whether extents of so many slots and pages have room beside each other."""
         if slots is None or pages is None:
             return False
         return self.shape.slots_end(slots) <= self.shape.pages_start(pages)

@@ -6,6 +6,7 @@ each block's content, each held block's place, the books' own counts, and what s
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
 from itertools import groupby
 
@@ -24,9 +25,11 @@ SINK = -5
 Block = tuple[str, int]
 
 
-def small_shape(num_bytes: int = 1800, page_size: int = 5, **limits: int) -> UnifiedShape:
+def small_shape(
+    num_bytes: int = 1800, page_size: int = 5, parts: tuple[Part, ...] = SLOT_PARTS, **limits: int
+) -> UnifiedShape:
     """Pages of 40 bytes: their borders and those of the slots meet rarely."""
-    return UnifiedShape(ArenaLayout(SLOT_PARTS, Part((1, 2), torch.float32), page_size), num_bytes, **limits)
+    return UnifiedShape(ArenaLayout(parts, Part((1, 2), torch.float32), page_size), num_bytes, **limits)
 
 
 class MemoryModel:
@@ -37,6 +40,10 @@ class MemoryModel:
         self.pool.poison()
         self.words = self.pool.arena.view(torch.int64).numpy()
         self._bytes_of("slot", 0)[:] = self._bytes_of("page", 0)[:] = SINK
+        self.slots_below = [
+            (page * shape.layout.page_bytes - shape.slots_base) // shape.layout.slot_bytes - 1
+            for page in range(shape.num_page_ids)
+        ]  # slots that end before each page
         self.content: dict[Block, int] = {}
         self.holders: Counter[Block] = Counter()
         self.holds: Counter[Block] = Counter()
@@ -119,30 +126,27 @@ class MemoryModel:
     def fits(self, num_pages: int, num_slots: int, *, is_loose: bool = False) -> bool:
         """Whether some border leaves room for all of both kinds, with everything held on its own side of it.
         `is_loose`: as if nothing were held."""
-        blocks = self.used() if is_loose else list(self.content)
-        count = Counter(kind for kind, _ in blocks)
-        held = {} if is_loose else self.held_at
-        layout, shape = self.shape.layout, self.shape
-        slots, pages = count["slot"] + num_slots, count["page"] + num_pages
-        if slots > shape.max_slots or pages > shape.max_pages:
+        blocks = self.used() if is_loose else self.content
+        slots = num_slots + sum(kind == "slot" for kind, _ in blocks)
+        pages = num_pages + len(blocks) + num_slots - slots
+        if slots > self.shape.max_slots or pages > self.shape.max_pages:
             return False
-        last = shape.num_page_ids
-        for first_page in range(1, last + 1):
-            room = (first_page * layout.page_bytes - shape.slots_base) // layout.slot_bytes - 1
-            if (
-                slots <= room
-                and pages <= last - first_page
-                and all(at <= room if kind == "slot" else at >= first_page for (kind, _), at in held.items())
-            ):
-                return True
-        return False
+        held = [] if is_loose else self.held_at.items()
+        slots = max([slots, *(at for (kind, _), at in held if kind == "slot")])
+        first_held = min([len(self.slots_below), *(at for (kind, _), at in held if kind == "page")])
+        first_page = bisect_left(self.slots_below, slots)  # the lowest border that leaves room for the slots
+        return first_page <= first_held and pages <= len(self.slots_below) - first_page
 
     def audited(self) -> None:
         books = self.books
         pages = [block for kind, block in self.used() if kind == "page"]
-        rest = [block for (kind, block), count in self.holders.items() for _ in range(count - 1) if kind == "page"]
         slots = [block for kind, block in self.used() if kind == "slot"]
-        audit(books, [Holding("all", pages, slots), *(Holding("more", [page]) for page in rest)])
+        shares = Counter({block: count for (kind, block), count in self.holders.items() if kind == "page"})
+        sharing = [
+            Holding(str(n), [page for page in pages if shares[page] > n])
+            for n in range(1, max(shares.values(), default=1))
+        ]
+        audit(books, [Holding("all", pages, slots), *sharing])
         assert (books.pages.num_used, books.slots.num_used) == (len(pages), len(slots))
         for block, tag in self.content.items():
             place = self.held_at[block] if block in self.held_at else self.place(block)

@@ -6,8 +6,11 @@ import itertools
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from baltoro.cache.pool import ALIGNMENT, ArenaLayout, ArenaShape, Part, Pool
+from baltoro.cache import pool as pool_module
+from baltoro.cache.pool import ALIGNMENT, ArenaLayout, ArenaShape, Part, Pool, UnifiedShape
 
 ROW = Part((3, 5), torch.bfloat16)
 SLOT_PARTS = (Part((2, 3, 4, 4), torch.float32), Part((2, 3, 7), torch.bfloat16))
@@ -68,6 +71,90 @@ def test_page_and_slot_copies_move_every_layer_and_nothing_else() -> None:
     pool.copy_page(first, third)
     assert bool((recurrent[3] == 2.0).all() and (conv[3] == 3.0).all() and (rows[third] == 4.0).all())
     assert bool(recurrent[2].isnan().all() and conv[2].isnan().all() and rows[second].isnan().all())
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    pairs=st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)), max_size=14),
+    batch_bytes=st.sampled_from([1, 1024, 10**6]),
+)
+def test_copies_in_one_call_count_as_made_one_after_the_other(pairs: list[tuple[int, int]], batch_bytes: int) -> None:
+    """Chains, repeated targets, sources written over afterwards: as a list of values would have it."""
+    pool = _pool(num_slots=6, num_pages=7)
+    recurrent, conv = pool.slot_views()
+    rows, first = pool.row_view(), pool.shape.first_page
+    assert rows is not None and isinstance(pool.shape, ArenaShape)
+    for at in range(7):
+        recurrent[at], conv[at], rows[first + at] = at, at, at
+    wanted = list(range(7))
+    for source, target in pairs:
+        wanted[target] = wanted[source]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pool_module, "BATCH_BYTES", batch_bytes)
+        pool.copy_slots([source for source, _ in pairs], [target for _, target in pairs])
+        pool.copy_pages([first + source for source, _ in pairs], [first + target for _, target in pairs])
+    for view, low in ((recurrent, 0), (conv, 0), (rows, first)):
+        assert [set(view[low + at].flatten().tolist()) for at in range(7)] == [{float(value)} for value in wanted]
+
+
+def test_no_copy_reads_or_writes_what_the_same_batch_has_written() -> None:
+    """A device makes the copies of a batch in any order."""
+    pairs = [(1, 2), (3, 4), (4, 5), (6, 5), (7, 1), (8, 9), (8, 3), (3, 0)]
+    sources, targets = zip(*pairs, strict=True)
+    assert list(pool_module._batches(sources, targets, 3)) == [(0, 2), (2, 3), (3, 6), (6, 7), (7, 8)]
+    assert list(pool_module._batches((), (), 3)) == []
+
+
+def test_copied_rows_leave_the_rest_of_the_page() -> None:
+    pool = _pool(page_size=4)
+    rows, (first, second, third) = pool.row_view(), itertools.islice(_page_ids(pool), 3)
+    assert rows is not None
+    rows[first], rows[second], rows[third] = 1.0, 2.0, 3.0
+    pool.copy_page_rows(first, second, 3)
+    pool.copy_page_rows(first, third, 0)
+    assert rows[second].flatten(1).mean(1).tolist() == [1.0, 1.0, 1.0, 2.0]
+    assert bool((rows[first] == 1.0).all() and (rows[third] == 3.0).all())
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 64])
+def test_a_zeroed_page_has_nothing_of_its_old_owner(page_size: int) -> None:
+    """G-40: NaN of an old owner must not reach the masked rows of a page that is filled in part."""
+    pool = _pool(page_size=page_size)
+    pool.poison()
+    rows, (first, second, third) = pool.row_view(), itertools.islice(_page_ids(pool), 3)
+    assert rows is not None
+    pool.zero_pages([third, first])
+    pool.zero_pages([])
+    assert not bool(rows[[first, third]].any()) and bool(rows[second].isnan().all())
+    assert all(bool(part.isnan().all()) for part in pool.slot_views())
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 64])
+def test_a_unified_arena_has_views_over_all_of_its_bytes(page_size: int) -> None:
+    """Any border: slots below it and pages above it hold what was written, and both reach to their ends."""
+    layout = ArenaLayout(SLOT_PARTS, ROW, page_size)
+    shape = UnifiedShape(layout, 3 * layout.page_bytes + 6 * layout.slot_bytes + 17)
+    pool = Pool(shape)
+    (recurrent, conv), rows = pool.slot_views(), pool.row_view()
+    assert rows is not None and pool.arena.numel() == shape.total_bytes
+    assert len(recurrent) == len(conv) == shape.max_slots + 1 and len(rows) == shape.num_page_ids
+    for num_slots in range(shape.max_slots + 1):
+        slots = range(num_slots + 1)
+        pages = [0, *range(shape.num_page_ids - shape.pages_beside(num_slots), shape.num_page_ids)]
+        for at in slots:
+            recurrent[at], conv[at] = at + 1, at + 1
+        for at in pages:
+            rows[at] = -at - 1
+        assert all(bool((recurrent[at] == at + 1).all() and (conv[at] == at + 1).all()) for at in slots)
+        assert all(bool((rows[at] == -at - 1).all()) for at in pages[:1] + pages[1:][:3] + pages[-1:])
+        assert len(pages) == 1 or num_slots <= shape.slots_beside(len(pages) - 1)
+
+
+def test_the_bytes_of_a_head_are_one_stretch() -> None:
+    """The unit of a later transfer: one head of one layer of one slot."""
+    recurrent, _ = _pool().slot_views()
+    assert recurrent[1, 1, 2].is_contiguous()
+    assert recurrent[1, 1, 2].data_ptr() - recurrent[1, 1, 1].data_ptr() == 4 * 4 * 4
 
 
 def test_poison_is_nan_in_every_dtype() -> None:
