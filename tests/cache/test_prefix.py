@@ -350,6 +350,7 @@ def test_a_page_that_does_not_go_with_the_endpoint_is_refused() -> None:
         Cache(page=48)
 
 
+@pytest.mark.slow
 def test_a_long_prompt_is_matched_fast_in_a_large_tree() -> None:
     """The figure is 5 ms for 100,000 tokens among 10^6; here with room for a busy machine."""
     books = FixedBooks(1, 20_000, 100)
