@@ -1,4 +1,4 @@
-"""Log lines and rates: what a process says about itself while it runs.
+"""Log lines, rates, memory: what a process says about itself while it runs.
 
 In: events with fields, amounts with times. Out: lines on stderr (plain, or one JSON object each), amounts per second.
 Invariants: knows no rank, no model and no request; nothing here is global but the standard library's logger tree.
@@ -13,6 +13,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 ROOT = "baltoro"
@@ -37,6 +38,15 @@ def setup_logging(level: str, *, is_json: bool) -> None:
     root.handlers = [handler]
     root.setLevel(level.upper())
     root.propagate = False
+
+
+def resident_bytes(process_id: int | None = None) -> int:
+    """Memory of this process, or of another, that is in RAM now; 0 if there is no such process, or no /proc."""
+    status = Path(f"/proc/{process_id or 'self'}/status")
+    for line in status.read_text().splitlines() if status.exists() else ():
+        if line.startswith("VmRSS"):
+            return int(line.split()[1]) * 1024
+    return 0
 
 
 class JsonLines(logging.Formatter):

@@ -21,23 +21,26 @@ from pathlib import Path
 
 from baltoro.bench.evaluate import first_model
 from baltoro.errors import WorkerLost
+from baltoro.observe import resident_bytes
 
 START_LIMIT_S = 120.0
 
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """A running server. `start_s`: from the start of the process to the first answer of /health or /v1/models."""
+    """A running server. `start_s`: from the start of the process to the first answer of /health or /v1/models;
+    `start_cpu_s`: what its processes computed in that time, on all cores, which other work does not lengthen."""
 
     name: str
     url: str
     model: str
     start_s: float
+    start_cpu_s: float
     process_id: int
 
     def resident_bytes(self) -> int:
         """Of the process and its children."""
-        return sum(_resident(pid) for pid in _family(self.process_id))
+        return sum(resident_bytes(pid) for pid in _family(self.process_id))
 
 
 @contextmanager
@@ -79,7 +82,8 @@ def _running(name: str, command: list[str], port: int, probe: str, *, model: str
                 raise WorkerLost(f"{' '.join(command)} did not answer within {START_LIMIT_S:.0f} s")
             time.sleep(0.05)
         start_s = time.perf_counter() - began
-        yield Server(name, url, model or first_model(url), start_s, process.pid)
+        start_cpu_s = sum(_cpu_s(pid) for pid in _family(process.pid))
+        yield Server(name, url, model or first_model(url), start_s, start_cpu_s, process.pid)
     finally:
         os.killpg(process.pid, signal.SIGTERM)
         try:
@@ -96,6 +100,12 @@ def _answers(url: str) -> bool:
         return False
 
 
+def _cpu_s(process_id: int) -> float:
+    """Seconds in user and kernel mode so far."""
+    fields = Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 def _family(process_id: int) -> list[int]:
     children = Path(f"/proc/{process_id}/task/{process_id}/children")
     found = [process_id]
@@ -103,11 +113,3 @@ def _family(process_id: int) -> list[int]:
         for child in children.read_text().split():
             found += _family(int(child))
     return found
-
-
-def _resident(process_id: int) -> int:
-    status = Path(f"/proc/{process_id}/status")
-    for line in status.read_text().splitlines() if status.exists() else ():
-        if line.startswith("VmRSS"):
-            return int(line.split()[1]) * 1024
-    return 0

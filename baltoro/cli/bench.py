@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from baltoro.bench.memory import Growth
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode="markdown", help="Measure.")
 
@@ -116,7 +119,8 @@ def serve(
     rounds: Annotated[int, typer.Option(min=1)] = 5,
     json: Annotated[Path, typer.Option(help="File to write.")] = Path("bench/results/serve.json"),
 ) -> None:
-    """First token, one stream, sixteen streams, over HTTP; optionally beside mlx-lm's server on the same files.
+    """Start, memory, first token, one stream, sixteen streams, over HTTP; optionally beside mlx-lm's server on the same
+    files.
 
     Example:
 
@@ -127,6 +131,7 @@ def serve(
 
     from rich.progress import Progress
 
+    from baltoro.bench.memory import first_answer_growth
     from baltoro.bench.processes import mlx_server, our_server
     from baltoro.bench.record import write_record
     from baltoro.bench.serve import Load, measure, summary
@@ -135,17 +140,32 @@ def serve(
     folder, load = find_model(model), Load(rounds=rounds)
     with ExitStack() as stack, Progress(transient=True) as bar:
         servers = [stack.enter_context(our_server(folder))]
+        growth = first_answer_growth(servers[0], folder)
         if peer:
             servers.append(stack.enter_context(mlx_server(folder)))
         task = bar.add_task("rounds", total=(rounds + 1) * len(servers))
         results = summary(measure(servers, load, lambda: bar.update(task, advance=1)))
-        results["servers"] = {s.name: {"start_s": s.start_s, "resident_bytes": s.resident_bytes()} for s in servers}
+        results["servers"] = {
+            s.name: {"start_s": s.start_s, "start_cpu_s": s.start_cpu_s, "resident_bytes": s.resident_bytes()}
+            for s in servers
+        }
+        results["memory"] = {**asdict(growth), "grown_bytes": growth.grown_bytes, "ratio": growth.ratio}
+    _print_start(results["servers"]["baltoro"], growth)
     for name, medians in results["medians"].items():
         _print_medians(name, medians)
     for name, ratios in results["ratios"].items():
         _print_medians(f"baltoro over {name}", ratios)
     write_record(json, "serve", {"model": str(folder), **asdict(load)}, results)
     print(f"wrote {json}")
+
+
+def _print_start(server: dict[str, float], growth: Growth) -> None:
+    weights, pool, grown = (n / 2**20 for n in (growth.weight_bytes, growth.pool_bytes, growth.grown_bytes))
+    print(f"start {server['start_s']:.1f} s, of which {server['start_cpu_s']:.1f} s of computing")
+    print(
+        f"up to its first answer the engine grew by {grown:.0f} MiB: {growth.ratio:.2f} of its weights "
+        f"({weights:.0f} MiB) and pool ({pool:.0f} MiB)"
+    )
 
 
 def _print_medians(title: str, figures: dict[str, float]) -> None:

@@ -24,7 +24,7 @@ from baltoro.engine.config import EngineConfig
 from baltoro.engine.engine import Engine, Masks, StopRules, load_engine
 from baltoro.engine.threads import set_threads
 from baltoro.errors import BaltoroError, CapacityError, InvariantError
-from baltoro.observe import log, logger
+from baltoro.observe import log, logger, resident_bytes
 from baltoro.protocol.completion import TokenDelta
 from baltoro.protocol.worker import (
     Abort,
@@ -77,7 +77,8 @@ def serve(address: str, build: Callable[[], Engine]) -> None:
         socket.setsockopt(zmq.RCVHWM, 0)
         socket.connect(address)
         outbox = stack.enter_context(_Outbox(socket))
-        worker = Worker(socket, outbox, build())
+        start_bytes = resident_bytes()
+        worker = Worker(socket, outbox, build(), start_bytes=start_bytes)
         stack.callback(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, worker.on_signal))
         worker.work()
 
@@ -105,8 +106,10 @@ class _Outbox:
 class Worker:
     """Drives one engine from a socket. Single writer: its own loop."""
 
-    def __init__(self, socket: zmq.Socket[bytes], outbox: _Outbox, engine: Engine) -> None:
+    def __init__(self, socket: zmq.Socket[bytes], outbox: _Outbox, engine: Engine, *, start_bytes: int = 0) -> None:
+        """`start_bytes`: memory of the process when everything was imported and nothing loaded."""
         self._socket, self._outbox, self._engine = socket, outbox, engine
+        self._start_bytes = start_bytes
         self._decoder: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
         self._is_leaving = False
         self._is_audited = True
@@ -119,7 +122,8 @@ class Worker:
 
     def work(self) -> None:
         """The loop. Returns when told to leave and done, or when the parent is gone."""
-        info: dict[str, Any] = self._engine.describe()
+        process = {"id": os.getpid(), "start_bytes": self._start_bytes}
+        info: dict[str, Any] = {**self._engine.describe(), "process": process}
         log(self._logger, "engine ready", **info)
         self._outbox.send(Hello(info=info))
         while not (self._is_leaving and not self._engine.has_work):

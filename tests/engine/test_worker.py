@@ -93,6 +93,7 @@ def start(server: Server) -> Iterator[Callable[..., Engine]]:
         assert isinstance(hello, Hello) and hello.version == WIRE_VERSION
         assert hello.info["model"]["max_context"] == engine.plan.max_context  # type: ignore[index]
         assert hello.info["memory"]["num_pages"] == 40  # type: ignore[index]
+        assert hello.info["process"] == {"id": os.getpid(), "start_bytes": 0}
         return engine
 
     yield run
