@@ -97,7 +97,7 @@ def test_a_snapshot_is_that_state_to_the_last_bit(name: str, dtype: torch.dtype)
         [(0, one), (1, three), (2, many)],
         snapshots=[(0, 64, 4), (1, 64, 5), (1, 128, 6), (2, 192, 7), (2, 64, 8)],
     )
-    for i, depth, slot in ((0, 64, 4), (1, 64, 5), (1, 128, 6), (2, 192, 7), (2, 64, 8)):
+    for i, depth, slot in ((0, 64, 4), (1, 128, 6), (2, 64, 8)):
         ends = Harness(model, 4)
         rest = prompts(model)
         tail, rest[i] = rest[i][depth:], rest[i][:depth]
