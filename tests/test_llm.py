@@ -44,6 +44,7 @@ def llm(folder: Path) -> LLM:
 
 def _is_clean(llm: LLM) -> bool:
     llm.engine.audit()
+    llm.engine.flush()
     return not llm.engine.has_work and llm.engine.stats()["pages_used"] == 0
 
 

@@ -128,6 +128,13 @@ class Books(Protocol):
     def unhold(self, pages: Iterable[int], slots: Iterable[int]) -> None:
         """End one hold of each. Errors: LeakError for a block that is not held."""
 
+    def freeze(self) -> None:
+        """A step is in flight: until `thaw`, counted, no block moves. (Holding each of its blocks would cost more than
+        the step's own books.)"""
+
+    def thaw(self) -> None:
+        """A step is done. Errors: LeakError without a `freeze`."""
+
     def faults(self) -> list[str]:
         """What is inconsistent within the books themselves, for the audit; empty if nothing is."""
 
@@ -162,6 +169,12 @@ class FixedBooks:
     def unhold(self, pages: Iterable[int], slots: Iterable[int]) -> None:
         self.pages.unhold(pages)
         self.slots.unhold(slots)
+
+    def freeze(self) -> None:
+        """Nothing ever moves."""
+
+    def thaw(self) -> None:
+        """Nothing ever moves."""
 
     def faults(self) -> list[str]:
         return self.pages.faults() + self.slots.faults()

@@ -4,20 +4,28 @@
     reads and reserves     moves tensors           the only place where requests change
 
 Decodes (spans of one token with something before them) come first in a plan, because their kernels differ.
-Invariants: a Plan is frozen and names everything the runner needs; the runner never looks into a Request. The page
-arrays of spans belong to requests and only ever grow at the end while the plan is in flight.
-Door for overlap: a plan made while another is in flight would name a token by its position instead of its id.
+Invariants: a Plan is frozen and names everything the runner needs; the runner never looks into a Request. Pages and
+slots of a plan are physical: what a later plan moves, it moves after this one on the same stream.
+
+Overlap: plan n+1 is made while n is on the device, so it cannot name the token that n samples. It names its place
+instead: `Span.source` is the place among the draws of n, and the runner fills the id in on the device.
+
+    plan n      r0 draws (place 0)   r1 draws (place 1)
+    plan n+1    r0 decodes token ?0  r1 decodes token ?1        made before n is back
+    commit n    r0 ends: its memory stays, since n+1 still writes it; the over-run row of n+1 is thrown away
+    commit n+1  r0's memory goes back
 """
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
+
+import numpy as np
 
 from baltoro.cache.pages import pages_for
-from baltoro.engine.request import MediaRun, Request, has_penalty
+from baltoro.engine.request import DueSnapshot, MediaRun, Request, has_penalty
 from baltoro.protocol.completion import TopLogprob
 from baltoro.protocol.sampling import SamplingParams
 
@@ -26,13 +34,33 @@ ALIGNMENT = 64
 work on two short chunks, and the grid on which states can be kept."""
 
 
+MoveKind = Literal[
+    "copy_slot",
+    "copy_page",
+    "zero_page",
+    "poison_slot",
+    "poison_page",
+    "save_block",
+    "save_state",
+    "load_block",
+    "load_state",
+]
+
+
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Bytes to copy before the layers run, in the order listed. Poisoning is a debugging aid."""
+    """Bytes to copy, in the order listed; ids are physical. Poisoning is a debugging aid.
 
-    kind: Literal["copy_slot", "copy_page", "poison_slot", "poison_page"]
+    save and load  between the device and the host tier: `num_rows` rows from row `row` of pages[0] on, and a host block
+                   (`target` or `source`); or a slot and a host state
+    """
+
+    kind: MoveKind
     target: int
     source: int = 0
+    pages: tuple[int, ...] = ()
+    row: int = 0
+    num_rows: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,20 +88,35 @@ class Draw:
 
 
 @dataclass(frozen=True, slots=True)
+class SpanSnapshot:
+    """The state after the first `length` tokens of a span is also wanted in `slot` (physical)."""
+
+    length: int
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
 class Span:
-    """Consecutive tokens of one request done in this step; `targets` are prompt tokens to be scored, the first of them
-    by the logits of row `first_target` of the span."""
+    """Consecutive tokens of one request done in this step.
+
+    source        place among the draws of the plan in flight whose token this decode reads; None: `tokens` has it
+    slot, pages   physical; pages int64 [pages of all it sees]
+    targets       prompt tokens to be scored, the first of them by the logits of row `first_target` of the span
+    snapshots     of a prefill: taken inside the forward; those of decodes are in the plan's `after`
+    """
 
     request: Request
     tokens: Sequence[int]
     start: int
     slot: int
-    pages: array[int]
+    pages: np.ndarray
     draw: Draw | None
+    source: int | None = None
     targets: Sequence[int] = ()
     first_target: int = 0
     num_top: int = 0
     media: tuple[MediaRun, ...] = ()
+    snapshots: tuple[SpanSnapshot, ...] = ()
 
     @property
     def end(self) -> int:
@@ -86,11 +129,13 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One step: decodes first. `num_decodes` leading spans take the decode kernels."""
+    """One step: decodes first. `num_decodes` leading spans take the decode kernels. `moves` are made before the layers
+    run, `after` behind them."""
 
     spans: tuple[Span, ...]
     num_decodes: int
     moves: tuple[Move, ...] = ()
+    after: tuple[Move, ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -124,63 +169,131 @@ class Result:
     scores: Sequence[Scored] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A span before its memory is settled: `length` next tokens of `request`, and the prompt tokens they score."""
+
+    request: Request
+    start: int
+    length: int
+    targets: Sequence[int]
+    first_target: int
+
+    @property
+    def end(self) -> int:
+        return self.start + self.length
+
+    @property
+    def is_decode(self) -> bool:
+        return self.length == 1 and self.start > 0
+
+
 class PlanBuilder:
-    """Collects the spans of one step under its budgets. Single writer: the scheduler, inside one plan()."""
+    """Collects what one step will do, under its budgets. Single writer: the scheduler, inside one plan()."""
 
     def __init__(self, max_tokens: int, max_logit_rows: int) -> None:
         self.room = max_tokens
         self.logit_room = max_logit_rows
-        self._decodes: list[Span] = []
-        self._others: list[Span] = []
+        self.drafts: list[Draft] = []
 
-    def fit(self, request: Request, end: int) -> int:
-        """How many tokens of `request` from num_computed towards `end` fit into what is left; 0 is none."""
-        start = request.num_computed
-        stop = min(end, start + self.room)
-        if request.params.prompt_logprobs is not None and request.num_scored < request.num_prompt - 1:
+    def fit(self, request: Request, end: int, *, room: int | None = None) -> int:
+        """How many tokens of `request` from num_planned towards `end` fit into what is left; 0 is none.
+
+        Cut where a checkpoint is to be planted, and on the grid where the budget ends and that is progress."""
+        start = request.num_planned
+        stop = min(end, start + (self.room if room is None else min(room, self.room)))
+        if _is_scored(request):
             stop = min(stop, max(start, request.num_scored) + self.logit_room)
-        if stop < end and stop // ALIGNMENT * ALIGNMENT > start:
+        if start < request.hold.branch < stop:
+            stop = request.hold.branch
+        elif stop < end and stop // ALIGNMENT * ALIGNMENT > start:
             stop = stop // ALIGNMENT * ALIGNMENT
         return stop - start
 
     def add(self, request: Request, length: int) -> None:
         """The next `length` tokens of `request`."""
-        assert request.slot is not None
-        start, end = request.num_computed, request.num_computed + length
+        start, first = request.num_planned, max(request.num_planned, request.num_scored)
         targets: Sequence[int] = ()
-        first = max(start, request.num_scored)
-        if request.params.prompt_logprobs is not None and first < request.num_prompt - 1:
-            targets = request.tokens[first + 1 : min(end, request.num_prompt - 1) + 1]
-        span = Span(
-            request=request,
-            tokens=request.tokens[start:end],
-            start=start,
-            slot=request.slot,
-            pages=request.pages,
-            draw=make_draw(request) if end == len(request.tokens) else None,
-            targets=targets,
-            first_target=first - start,
-            num_top=request.params.prompt_logprobs or 0,
-            media=tuple(run for run in request.media if run.first < end and run.last > start),
-        )
+        if _is_scored(request):
+            targets = request.tokens[first + 1 : min(start + length, request.num_prompt - 1) + 1]
+        self.drafts.append(Draft(request, start, length, targets, first - start))
         self.room -= length
         self.logit_room -= len(targets)
-        (self._decodes if span.is_decode else self._others).append(span)
-        request.is_in_flight = True
+        request.num_scoring += len(targets)
+        request.num_planned += length
+        request.num_in_flight += 1
 
-    def build(self, moves: tuple[Move, ...]) -> Plan:
-        return Plan((*self._decodes, *self._others), len(self._decodes), moves)
+    def build(self, memory: PlanMemory) -> Plan:
+        """Freeze it. Order of spans: decodes first; draws are counted in that order."""
+        drafts = [d for d in self.drafts if d.is_decode] + [d for d in self.drafts if not d.is_decode]
+        marks = [memory.snapshots(draft) for draft in drafts]  # may move blocks, so before ids become physical
+        spans = tuple(_span(draft, taken, memory) for draft, taken in zip(drafts, marks, strict=True))
+        after = [move for draft, taken in zip(drafts, marks, strict=True) for move in memory.after(draft, taken)]
+        place = 0
+        for span in spans:
+            span.request.drawn_at = None
+            if span.draw is not None:
+                span.request.drawn_at = place
+                place += 1
+        return Plan(spans, sum(d.is_decode for d in drafts), memory.collect_moves(), tuple(after))
 
     def __bool__(self) -> bool:
-        return bool(self._decodes or self._others)
+        return bool(self.drafts)
 
 
-def make_draw(request: Request) -> Draw:
-    """How the next token of `request` is drawn."""
+class PlanMemory(Protocol):
+    """What building a plan asks of the memory of requests."""
+
+    def snapshots(self, draft: Draft) -> tuple[DueSnapshot, ...]:
+        """States to be kept on the way through this span, with slots taken for them."""
+        ...
+
+    def after(self, draft: Draft, taken: tuple[DueSnapshot, ...]) -> list[Move]:
+        """Copies of a decode's snapshots, behind the layers."""
+        ...
+
+    def physical_slot(self, slot: int) -> int: ...
+
+    def physical_pages(self, request: Request, end: int) -> np.ndarray: ...
+
+    def collect_moves(self) -> tuple[Move, ...]: ...
+
+
+def _span(draft: Draft, taken: tuple[DueSnapshot, ...], memory: PlanMemory) -> Span:
+    request, start, end = draft.request, draft.start, draft.end
+    assert request.slot is not None
+    is_blind = end > len(request.tokens)
+    snapshots = (
+        ()
+        if draft.is_decode
+        else tuple(SpanSnapshot(due.depth - start, memory.physical_slot(due.slot)) for due in taken)
+    )
+    return Span(
+        request=request,
+        tokens=(0,) if is_blind else request.tokens[start:end],
+        start=start,
+        slot=memory.physical_slot(request.slot),
+        pages=memory.physical_pages(request, end),
+        draw=make_draw(request, end) if end == request.num_known else None,
+        source=request.drawn_at if is_blind else None,
+        targets=draft.targets,
+        first_target=draft.first_target,
+        num_top=request.params.prompt_logprobs or 0,
+        media=tuple(run for run in request.media if run.first < end and run.last > start),
+        snapshots=snapshots,
+    )
+
+
+def _is_scored(request: Request) -> bool:
+    """Whether logprobs of prompt tokens are still wanted."""
+    return request.params.prompt_logprobs is not None and request.num_scored < request.num_prompt - 1
+
+
+def make_draw(request: Request, position: int) -> Draw:
+    """How the token at `position` of `request` is drawn."""
     params = request.params
-    banned = tuple(request.stop_ids) if request.num_output < params.min_tokens else ()
+    banned = tuple(request.stop_ids) if position - request.num_prompt < params.min_tokens else ()
     allowed = request.mask.allowed() if request.mask is not None else b""
-    position = len(request.tokens)
     if not has_penalty(params):
         return Draw(params, request.seed, position, banned=banned, allowed=allowed)
     return Draw(params, request.seed, position, request.prompt_ids, request.counts, banned, allowed)

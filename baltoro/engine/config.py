@@ -19,13 +19,25 @@ DTYPES = ("auto", "bfloat16", "float32", "float64")
 class EngineConfig:
     """Options of one engine.
 
-    page_size         positions per KV page: a power of two up to 64
+    page_size         positions per KV page: a power of two up to 64, or a multiple of the hash endpoint
     max_batch_tokens  tokens of one step, decodes and pieces of prompts together
     max_running       requests that hold memory at once
     max_waiting       requests that may wait; the next one is refused with QueueFull
     max_context       prompt and output of one request; auto: what the model allows and the pool holds
     memory_bytes      arena; auto: a share of the machine, and not more than max_running requests can use
     num_pages, num_slots   override what memory_bytes would give
+    prefix_cache      keep prefixes and find them again
+    hash_endpoint     tokens between places at which a prefix can be found; auto: 512, for small models the chunk of KDA
+    track_interval    tokens between state checkpoints while a request decodes: a multiple of the grid; auto: 256 or the
+                      grid, if that is larger
+    retention         which state checkpoints live: turns, interval, prompt_end, second_hit (docs/ideas/checkpoints.md)
+    pool              unified: pages and slots share one arena without a border; fixed: the border stays
+    overlap           plan the next step while one is on the device; auto: on a GPU
+    host_cache_bytes  host memory for prefixes that the device had to give up; 0 is none
+    disk_cache_dir, disk_cache_bytes   a directory for what the host tier has to give up; empty is none
+    retract_to        what becomes of a request that loses its memory: host (a copy, if the tier has room) or recompute
+    long_prompt_tokens, long_share   requests with a longer prompt hold at most this share of memory and of a step while
+                      shorter ones wait; 0 is off
     max_logit_rows    rows whose logits one step may hold for prompt logprobs (each is vocab_size values)
     retract_every     debugging: take the memory of one running request every so many steps; 0 is off
     is_poisoned       debugging: fill memory that changes hands with NaN
@@ -39,6 +51,18 @@ class EngineConfig:
     memory_bytes: int | Auto = "auto"
     num_pages: int | Auto = "auto"
     num_slots: int | Auto = "auto"
+    prefix_cache: bool = True
+    hash_endpoint: int | Auto = "auto"
+    track_interval: int | Auto = "auto"
+    retention: str = "turns"
+    pool: Literal["unified", "fixed"] = "unified"
+    overlap: bool | Auto = "auto"
+    host_cache_bytes: int = 0
+    disk_cache_dir: str = ""
+    disk_cache_bytes: int = 10 * 2**30
+    retract_to: Literal["host", "recompute"] = "recompute"
+    long_prompt_tokens: int = 0
+    long_share: float = 0.5
     max_logit_rows: int = 256
     dtype: str = "auto"
     device: str = "cpu"
@@ -48,10 +72,19 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         size = self.page_size
-        _need(1 <= size <= 64 and size & (size - 1) == 0, "page_size", size, "must be a power of two between 1 and 64")
+        is_power = 1 <= size <= 64 and size & (size - 1) == 0
+        is_multiple = self.hash_endpoint != "auto" and size >= 1 and size % self.hash_endpoint == 0
+        is_open = self.hash_endpoint == "auto" and size > 64  # the planner sees the endpoint and checks again
+        advice = "must be a power of two up to 64, or a multiple of hash_endpoint"
+        _need(is_power or is_multiple or is_open, "page_size", size, advice)
+        _need(self.pool in ("unified", "fixed"), "pool", self.pool, "must be unified or fixed")
+        _need(self.retract_to in ("host", "recompute"), "retract_to", self.retract_to, "must be host or recompute")
+        _need(0.0 < self.long_share <= 1.0, "long_share", self.long_share, "must be above 0 and at most 1")
+        for name in ("host_cache_bytes", "disk_cache_bytes", "long_prompt_tokens"):
+            _need(getattr(self, name) >= 0, name, getattr(self, name), "must not be negative")
         for name in ("max_batch_tokens", "max_running", "max_waiting", "max_logit_rows"):
             _need(getattr(self, name) >= 1, name, getattr(self, name), "must be at least 1")
-        for name in ("max_context", "memory_bytes", "num_pages", "num_slots"):
+        for name in ("max_context", "memory_bytes", "num_pages", "num_slots", "hash_endpoint", "track_interval"):
             value = getattr(self, name)
             _need(value == "auto" or value >= 1, name, value, 'must be "auto" or at least 1')
         _need(self.dtype in DTYPES, "dtype", self.dtype, f"must be one of {', '.join(DTYPES)}")

@@ -24,6 +24,7 @@ def make_delta(request: Request, found: Found | None, ending: Ending | None, pol
         stop_reason=None if ending is None else ending.stop_reason,
         num_trimmed=0 if ending is None else ending.num_trimmed,
         num_prompt_tokens=request.num_prompt,
+        num_cached_tokens=request.hold.num_cached or 0,
         policy_version=policy_version,
         error=None if ending is None else ending.error,
         error_status=None if ending is None else ending.error_status,

@@ -8,6 +8,7 @@ Not thread-safe: one thread owns an engine.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Collection
 from dataclasses import asdict
 from pathlib import Path
@@ -15,13 +16,12 @@ from pathlib import Path
 import msgspec
 import torch
 
-from baltoro.cache.books import FixedBooks
-from baltoro.cache.pool import ArenaShape, Pool
-from baltoro.engine import loop
+from baltoro.engine.assemble import build_memory
 from baltoro.engine.config import EngineConfig
+from baltoro.engine.loop import Loop
 from baltoro.engine.media import media_runs
-from baltoro.engine.memory import Memory
-from baltoro.engine.planner import arena_layout, free_bytes, plan_memory, resolve_dtype
+from baltoro.engine.planner import free_bytes, plan_memory, resolve_dtype
+from baltoro.engine.prefix import namespace_of
 from baltoro.engine.request import MediaRun, Request
 from baltoro.engine.runner import Model, Runner
 from baltoro.engine.sampler import fork_seed, uniform
@@ -55,16 +55,12 @@ class Engine:
         self.config = config
         self.model_config = model.config
         self.dtype = dtype = dtype or resolve_dtype(config)
-        self.plan = plan_memory(config, model.config, dtype, free_bytes(config.device))
-        layout = arena_layout(model.config, dtype, config.page_size)
-        shape = ArenaShape(layout, self.plan.num_slots, self.plan.num_pages)
-        self.pool = Pool(shape, config.device)
-        if config.is_poisoned:
-            self.pool.poison()
-        books = FixedBooks(shape.first_page, shape.num_pages, shape.num_slots)
-        memory = Memory(books, config.page_size, is_poisoned=config.is_poisoned)
+        free = free_bytes(config.device)
+        self.plan = plan_memory(config, model.config, dtype, free, chunk=model.state_chunk)
+        self.pool, memory, host = build_memory(config, model, self.plan, dtype)
         self.scheduler = Scheduler(config, memory, max_running=self.plan.max_running)
-        self.runner = Runner(model, self.pool, config.device)
+        self.runner = Runner(model, self.pool, config.device, host=host, has_thread=self.plan.is_overlapped)
+        self.loop = Loop(self.scheduler, self.runner, is_overlapped=self.plan.is_overlapped)
         self._eos_ids = frozenset(eos_ids if eos_ids is not None else (model.config.eos_token_id,))
         self._stop_rules, self._masks = stop_rules, masks
         self._arrivals = 0
@@ -90,7 +86,8 @@ class Engine:
                 # the first completion tells the prompt's logprobs for all
                 params=params if index == 0 else msgspec.structs.replace(params, prompt_logprobs=None),
                 seed=fork_seed(seed, index),
-                tokens=list(submit.token_ids),
+                tokens=array("q", submit.token_ids),
+                namespace=namespace_of(submit.adapter, submit.cache_salt, self.scheduler.policy_version),
                 num_prompt=len(submit.token_ids),
                 max_tokens=max_tokens,
                 prompt_ids=prompt_ids,
@@ -141,10 +138,16 @@ class Engine:
 
     def step(self) -> list[TokenDelta]:
         """Advance by one step. Errors: InvariantError."""
-        return loop.step(self.scheduler, self.runner)
+        return self.loop.step()
+
+    def close(self) -> None:
+        """Let go of the runner's thread; nothing may be stepped afterwards."""
+        self.runner.close()
+        self.scheduler.memory.close()
 
     def flush(self) -> None:
-        """Forget cached prefixes. There are none yet: memory is given back with its request."""
+        """Forget cached prefixes that no running request stands on."""
+        self.scheduler.flush()
 
     def audit(self) -> None:
         """Add everything up. Errors: LeakError."""
@@ -154,7 +157,7 @@ class Engine:
         """Numbers of now and totals since the start; the names are those of `/metrics`."""
         memory, counts = self.scheduler.memory, self.scheduler.counts
         size, plan = self.config.page_size, self.plan
-        pages, slots = memory.pages, memory.slots
+        pages, slots = memory.books.pages, memory.books.slots
         used_bytes = pages.num_used * plan.page_bytes + slots.num_used * plan.slot_bytes
         return {
             "num_running_reqs": len(self.scheduler.running),
@@ -174,6 +177,8 @@ class Engine:
             "num_finished_reqs": counts.finished,
             "num_aborted_reqs": counts.aborted,
             "policy_version": self.scheduler.policy_version,
+            "num_moves": memory.books.num_moves,
+            **({} if memory.cache is None else memory.cache.stats()),
         }
 
     def describe(self) -> dict[str, object]:

@@ -1,8 +1,9 @@
-"""Takes and gives back what requests hold: one state slot each, and the pages of their positions.
+"""Takes and gives back what requests hold: one working slot each, and the pages of their positions.
 
 In: requests (their tokens say how much they need). Out: their `slot` and `pages`, and the copies that come due.
-Invariants: a request holds a slot and pages for all its tokens, or nothing; full prompt pages may be shared between
-the forks of one prompt, the page that is written next never is; every taking is all or nothing.
+Invariants: a request holds a slot and pages for all its tokens, or nothing; full pages may be shared, with forks of the
+same prompt and with the prefix cache, the page that is written next never is (but by the cache, which reads only what
+lies before); every taking is all or nothing, after the cache has given up what it can.
 Single writer: the scheduler. The bytes are moved by the runner, along `collect_moves`.
 """
 
@@ -11,93 +12,199 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable
 
+import numpy as np
+
 from baltoro.cache.audit import Holding, audit
-from baltoro.cache.books import Books
 from baltoro.cache.pages import pages_for
-from baltoro.engine.batch import Move
-from baltoro.engine.request import Request
+from baltoro.engine.batch import Draft, Move
+from baltoro.engine.ledger import Ledger
+from baltoro.engine.prefix import Found, PrefixCache
+from baltoro.engine.request import DueSnapshot, Request
 from baltoro.errors import InvariantError
 
 
 class Memory:
     """Pages and slots of running requests. Single writer: the scheduler."""
 
-    def __init__(self, books: Books, page_size: int, *, is_poisoned: bool = False) -> None:
-        self.books = books
-        self.pages, self.slots = books.pages, books.slots
-        self.page_size = page_size
-        self.is_poisoned = is_poisoned
-        self._moves: list[Move] = []
+    def __init__(self, ledger: Ledger, cache: PrefixCache | None = None) -> None:
+        self.ledger, self.cache = ledger, cache
+        self.books = ledger.books
+        self.page_size = ledger.page_size
 
-    def has_room(self, num_tokens: int, *, reserve: int) -> bool:
-        """Whether a slot is free, and pages for `num_tokens` on top of `reserve` pages that others will want."""
-        wanted = pages_for(num_tokens, self.page_size)
-        return self.slots.num_free > 0 and wanted + reserve <= self.pages.num_free
-
-    def admit(self, request: Request) -> None:
-        """A slot, and pages for all tokens so far. Errors: PoolExhausted, with nothing taken."""
+    # ---- room ----------------------------------------------------------------------------------------------------
+    def admit(self, request: Request, *, held: int, reserve: int) -> bool:
+        """A slot, and pages for all tokens so far; what the cache has of them is found instead of computed. False,
+        with nothing taken, when there is no room. `held`: pages that requests hold; `reserve`: pages kept for them."""
         if request.slot is not None or request.pages:
             raise InvariantError(f"request {request.name} is admitted but holds memory already")
-        pages = self.pages.take(pages_for(len(request.tokens), self.page_size))
-        try:
-            request.slot = self.slots.take()
-        finally:
-            if request.slot is None:
-                self.pages.release(pages)
-        request.pages = array("q", pages)
-        self._poison(pages, request.slot)
-
-    def grow(self, request: Request) -> bool:
-        """Pages for the tokens that came since; False, with nothing taken, if none is free."""
-        missing = pages_for(len(request.tokens), self.page_size) - len(request.pages)
-        if missing <= 0:
+        if self.cache is None:
+            return self._enter(request, Found(), held, reserve)
+        found = self.cache.find(request)
+        if self._enter(request, found, held, reserve):
             return True
-        if missing > self.pages.num_free:
+        self.cache.leave(found)
+        if held or not found.depth or request.hold.backup is not None:
             return False
-        pages = self.pages.take(missing)
-        request.pages.extend(pages)
-        self._poison(pages, None)
+        # Nobody else holds anything: what is pinned for the hit itself is in the way. Without it there is always room.
+        return self._enter(request, self.cache.nothing(request), held, reserve)
+
+    def _enter(self, request: Request, found: Found, held: int, reserve: int) -> bool:
+        num_full = found.device_depth // self.page_size
+        wanted = pages_for(len(request.tokens), self.page_size) - num_full
+        if not self._can_have(wanted, held, reserve) or not self._make_room(wanted, 1):
+            return False
+        self.books.pages.share(found.pages[:num_full])
+        own = self.ledger.take_pages(wanted)
+        request.slot = self.ledger.take_slot()
+        request.pages = array("q", [*found.pages[:num_full], *own])
+        request.num_computed = request.num_planned = found.depth
+        if self.cache is not None:
+            self.cache.enter(request, found, own)
         return True
 
-    def fork(self, parent: Request, child: Request, *, reserve: int) -> bool:
-        """Let `child` stand where `parent` stands: full pages shared, the rest copied. False if there is no room."""
-        num_shared = parent.num_computed // self.page_size
-        missing = pages_for(len(child.tokens), self.page_size) - num_shared
-        if not self.slots.num_free or missing + reserve > self.pages.num_free:
+    def grow(self, request: Request, num_tokens: int) -> bool:
+        """Pages for `num_tokens`; False, with nothing taken, if they cannot be had."""
+        missing = pages_for(num_tokens, self.page_size) - len(request.pages)
+        if missing <= 0:
+            return True
+        if not self._make_room(missing, 0):
             return False
+        request.pages.extend(self.ledger.take_pages(missing))
+        return True
+
+    def fork(self, parent: Request, child: Request, *, held: int, reserve: int) -> bool:
+        """Let `child` stand where `parent` stands: full pages shared, the rest copied. False if there is no room."""
         assert parent.slot is not None
-        shared, own = parent.pages[:num_shared], self.pages.take(missing)
-        self.pages.share(shared)
+        num_shared, rest = divmod(parent.num_planned, self.page_size)
+        missing = pages_for(len(child.tokens), self.page_size) - num_shared
+        if not self._can_have(missing, held, reserve) or not self._make_room(missing, 1):
+            return False
+        shared = parent.pages[:num_shared]
+        self.books.pages.share(shared)
+        own = self.ledger.take_pages(missing)
         child.pages = shared + array("q", own)
-        child.slot = self.slots.take()
-        child.num_computed = parent.num_computed
-        self._poison(own, child.slot)
-        self._moves.append(Move("copy_slot", child.slot, parent.slot))
-        if parent.num_computed % self.page_size:
-            self._moves.append(Move("copy_page", own[0], parent.pages[num_shared]))
+        child.slot = self.ledger.take_slot()
+        child.num_computed = child.num_planned = parent.num_planned
+        child.hold.num_cached = parent.hold.num_cached
+        self.ledger.copy_slot(parent.slot, child.slot)
+        if rest:
+            self.ledger.copy_page(parent.pages[num_shared], own[0])
         return True
 
     def release(self, request: Request) -> None:
-        """Give everything back; harmless for a request that holds nothing."""
-        self.pages.release(request.pages)
-        request.pages = array("q")  # a new one: spans in flight keep the old
+        """Give everything back, the cache keeping what is worth it; harmless for a request that holds nothing."""
+        if request.is_in_flight:
+            raise InvariantError(f"request {request.name} is in flight and cannot lose its memory")
         if request.slot is not None:
-            self.slots.release(request.slot)
-            request.slot = None
-        request.num_computed = 0
+            if self.cache is not None:
+                self.cache.keep(request)
+            slots = [] if request.slot is None else [request.slot]
+            self.ledger.release(request.pages, slots)
+        elif self.cache is not None:
+            self.cache.forget(request)
+        request.pages = array("q")
+        request.slot = None
+        request.num_computed = request.num_planned = 0
+
+    def shed(self, requests: Iterable[Request]) -> bool:
+        """Let the first of `requests` that holds anything only for the cache let go of it; whether there was one."""
+        return self.cache is not None and any(self.cache.shed(request) for request in requests)
+
+    def retract(self, request: Request) -> None:
+        """Take everything from a running request; the host may keep a copy."""
+        if self.cache is not None:
+            self.cache.back_up(request)
+        self.release(request)
+
+    def _can_have(self, num_pages: int, held: int, reserve: int) -> bool:
+        """Whether `num_pages` and a reserve on top are free or could be taken from the cache, which holds at least what
+        requests do not. (Only an estimate: taking may still fail, softly.)"""
+        pages = self.books.pages
+        return num_pages + reserve <= pages.num_free + max(0, pages.num_used - held)
+
+    def _make_room(self, num_pages: int, num_slots: int) -> bool:
+        """Whether so many can be taken now, after the cache has given up what it must."""
+        if self.books.has_room(num_pages, num_slots):
+            return True
+        if self.cache is not None:
+            self.cache.give_up(num_pages, num_slots)
+        return self.books.has_room(num_pages, num_slots)
+
+    # ---- one plan ------------------------------------------------------------------------------------------------
+    def snapshots(self, draft: Draft) -> tuple[DueSnapshot, ...]:
+        """States to be kept on the way through this span, with slots taken for them."""
+        return () if self.cache is None else self.cache.snapshots(draft)
+
+    def after(self, draft: Draft, taken: tuple[DueSnapshot, ...]) -> list[Move]:
+        """Copies of a decode's snapshots, behind the layers."""
+        if not draft.is_decode or not taken:
+            return []
+        assert draft.request.slot is not None
+        source = self.physical_slot(draft.request.slot)
+        return [Move("copy_slot", self.physical_slot(due.slot), source) for due in taken]
+
+    def physical_slot(self, slot: int) -> int:
+        return self.books.slots.physical(slot)
+
+    def physical_pages(self, request: Request, end: int) -> np.ndarray:
+        """int64, as many as hold the first `end` positions."""
+        return self.ledger.physical_pages(request.pages[: pages_for(end, self.page_size)])
+
+    def freeze(self) -> None:
+        """A plan is in flight: what it names may not be moved."""
+        self.books.freeze()
+        if self.cache is not None and self.cache.tier is not None:
+            self.cache.tier.start()
+
+    def thaw(self) -> None:
+        """A plan is committed."""
+        self.books.thaw()
+        if self.cache is not None and self.cache.tier is not None:
+            self.cache.tier.end()
+
+    def prefetch(self, request: Request) -> None:
+        """`request` begins to wait."""
+        if self.cache is not None:
+            self.cache.prefetch(request)
+
+    def poll(self) -> None:
+        """Pick up what arrived from slower tiers."""
+        if self.cache is not None and self.cache.tier is not None:
+            self.cache.tier.poll()
+
+    def is_loading(self, request: Request) -> bool:
+        """Whether a waiting request waits for a prefix on its way up from a slower tier."""
+        return self.cache is not None and self.cache.is_loading(request)
 
     def collect_moves(self) -> tuple[Move, ...]:
         """The copies that came due since the last call, in order."""
-        moves, self._moves = tuple(self._moves), []
-        return moves
+        return self.ledger.collect()
+
+    def settle(self, request: Request) -> None:
+        """A step of `request` is done up to num_computed: its snapshots have landed and may be found."""
+        if self.cache is not None:
+            self.cache.settle(request)
+
+    # ---- books ---------------------------------------------------------------------------------------------------
+    def flush(self) -> None:
+        """Forget every prefix that nobody stands on."""
+        if self.cache is not None:
+            self.cache.flush()
+
+    def close(self) -> None:
+        """Finish what slower tiers are writing."""
+        if self.cache is not None and self.cache.tier is not None:
+            self.cache.tier.close()
 
     def audit(self, requests: Iterable[Request]) -> None:
-        """Compare the books with what `requests` (all that live) hold. Errors: LeakError."""
-        audit(self.books, [Holding(r.name, r.pages, () if r.slot is None else (r.slot,)) for r in requests])
-
-    def _poison(self, pages: Iterable[int], slot: int | None) -> None:
-        if not self.is_poisoned:
-            return
-        self._moves += [Move("poison_page", page) for page in pages]
-        if slot is not None:
-            self._moves.append(Move("poison_slot", slot))
+        """Compare the books with what `requests` (all that hold memory) and the cache say they hold. Errors:
+        LeakError."""
+        holdings = []
+        for request in requests:
+            hold = request.hold
+            slots = [due.slot for due in (*hold.due, hold.tracked) if due is not None]
+            slots += [] if request.slot is None else [request.slot]
+            holdings.append(Holding(request.name, request.pages, slots))
+        if self.cache is not None:
+            holdings += self.cache.holdings()
+        audit(self.books, holdings)

@@ -6,12 +6,14 @@ Invariant: one request of max_context tokens always fits alone, so a request tha
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 
+from baltoro.cache.grid import Grid
 from baltoro.cache.pages import pages_for
 from baltoro.cache.pool import ArenaLayout, ArenaShape, Part
 from baltoro.engine.config import EngineConfig
@@ -24,6 +26,12 @@ from baltoro.model.config import K3Config
 CPU_SHARE, GPU_SHARE = 0.25, 0.85
 # Tokens that a typical request holds: splits memory between slots and pages when both are "auto".
 TYPICAL_TOKENS = 4096
+# Slots planned for each running request when prefixes are kept: the working one, one on its way, two in the tree (the
+# prompt it came from and the branch it is on; spec/serving.md A.2).
+SLOTS_PER_REQUEST = 4
+# Endpoint of models whose state is larger than this: a finer grid would hold more states than anybody can afford.
+BIG_STATE_BYTES, BIG_ENDPOINT = 2**20, 512
+TRACK_TOKENS = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +46,10 @@ class MemoryPlan:
     slot_bytes: int
     page_bytes: int
     arena_bytes: int
+    hash_endpoint: int
+    state_grid: int
+    track_interval: int
+    is_overlapped: bool
 
     def describe(self) -> dict[str, int]:
         """For logs, `/server_info` and `baltoro explain`."""
@@ -55,15 +67,32 @@ def arena_layout(model: K3Config, dtype: torch.dtype, page_size: int) -> ArenaLa
     return ArenaLayout((recurrent, conv) if num_kda else (), row if num_mla else None, page_size)
 
 
-def plan_memory(config: EngineConfig, model: K3Config, dtype: torch.dtype, free_bytes: int) -> MemoryPlan:
-    """Resolve pages, slots, running requests and context. Errors: ConfigError when one request cannot fit."""
+def plan_grid(config: EngineConfig, layout: ArenaLayout, chunk: int) -> Grid:
+    """Where prefixes can be found and states kept; `chunk`: where the model has states. Errors: ConfigError."""
+    endpoint = config.hash_endpoint
+    if endpoint == "auto":
+        endpoint = BIG_ENDPOINT if layout.slot_bytes > BIG_STATE_BYTES else chunk
+    if endpoint % config.page_size and config.page_size % endpoint:
+        raise ConfigError(
+            f"page_size {config.page_size} and hash_endpoint {endpoint} do not fit: one must be a multiple of the other"
+        )
+    step = math.lcm(chunk, endpoint)
+    interval = config.track_interval
+    return Grid(chunk, endpoint, -(-TRACK_TOKENS // step) * step if interval == "auto" else interval)
+
+
+def plan_memory(
+    config: EngineConfig, model: K3Config, dtype: torch.dtype, free_bytes: int, *, chunk: int = 64
+) -> MemoryPlan:
+    """Resolve pages, slots, running requests, context and grid. Errors: ConfigError when one request cannot fit."""
     layout = arena_layout(model, dtype, config.page_size)
     wanted_context = model.max_position_embeddings
     if config.max_context != "auto":
         wanted_context = config.max_context
     share = CPU_SHARE if config.device == "cpu" else GPU_SHARE
     memory = int(free_bytes * share) if config.memory_bytes == "auto" else config.memory_bytes
-    num_slots = _slots(config, layout, memory, wanted_context)
+    grid = plan_grid(config, layout, chunk)
+    num_running, num_slots = _slots(config, layout, memory, wanted_context)
     num_pages = _pages(config, layout, memory - (num_slots + 1) * layout.slot_bytes, num_slots, wanted_context)
     room = num_pages * config.page_size
     if config.max_context != "auto" and room < config.max_context:
@@ -77,23 +106,30 @@ def plan_memory(config: EngineConfig, model: K3Config, dtype: torch.dtype, free_
         page_size=config.page_size,
         num_pages=num_pages,
         num_slots=num_slots,
-        max_running=min(config.max_running, num_slots),
+        max_running=num_running,
         max_context=min(wanted_context, room),
         slot_bytes=layout.slot_bytes,
         page_bytes=layout.page_bytes,
         arena_bytes=ArenaShape(layout, num_slots, num_pages).total_bytes,
+        hash_endpoint=grid.endpoint,
+        state_grid=grid.step,
+        track_interval=grid.interval,
+        is_overlapped=config.device != "cpu" if config.overlap == "auto" else config.overlap,
     )
 
 
-def _slots(config: EngineConfig, layout: ArenaLayout, memory: int, context: int) -> int:
+def _slots(config: EngineConfig, layout: ArenaLayout, memory: int, context: int) -> tuple[int, int]:
+    """(requests that run at once, slots)."""
     if config.num_slots != "auto":
-        return config.num_slots
+        return min(config.max_running, config.num_slots), config.num_slots
+    each = SLOTS_PER_REQUEST if config.prefix_cache else 1
     typical = pages_for(min(context, TYPICAL_TOKENS), config.page_size) * layout.page_bytes
-    per_request = layout.slot_bytes + typical
+    per_request = each * layout.slot_bytes + typical
     if not per_request:
-        return config.max_running
+        return config.max_running, config.max_running
     fits = (memory - layout.slot_bytes - layout.page_bytes) // per_request  # the sinks first
-    return max(1, min(config.max_running, fits))
+    running = max(1, min(config.max_running, fits))
+    return running, running * each if fits else 1
 
 
 def _pages(config: EngineConfig, layout: ArenaLayout, memory: int, num_slots: int, context: int) -> int:

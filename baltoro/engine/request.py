@@ -1,9 +1,11 @@
 """Request: one generation the engine was asked for, and everything the engine knows about it.
 
-In: a `Submit` (ids only). Single writer: the scheduler; runner and sampler read the Draft of a plan, not this.
+In: a `Submit` (ids only). Single writer: the scheduler; runner and sampler read a plan, not this.
 Life: WAITING -> RUNNING -> FINISHED; a retraction leads from RUNNING back to WAITING, with its tokens but no memory.
-Invariants: `tokens` is prompt and output; positions below `num_computed` have their KV in `pages` and are folded into
-`slot`; a waiting request holds nothing; the last token is not computed until the step that samples the next one.
+Invariants: `tokens` is prompt and output as far as committed; positions below `num_computed` have their KV in `pages`
+and are folded into `slot`; those below `num_planned` will, once the plan in flight is committed; a waiting request
+holds nothing; the last token is not computed until the step that samples the next one. A finished request that is
+still in flight keeps its memory until that plan is committed.
 """
 
 from __future__ import annotations
@@ -13,6 +15,9 @@ from array import array
 from collections import Counter
 from dataclasses import dataclass, field
 
+from baltoro.cache.host import Reserved
+from baltoro.cache.prefix import Pin
+from baltoro.cache.retention import CheckpointKind
 from baltoro.protocol.completion import TopLogprob
 from baltoro.protocol.sampling import FinishReason, SamplingParams, StopRule, TokenMask
 from baltoro.protocol.worker import MediaItem
@@ -46,6 +51,52 @@ class Ending:
     error_status: int | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class HostBackup:
+    """On the host: everything a retracted request had computed, the KV of `num_tokens` tokens and its state with the
+    last block."""
+
+    num_tokens: int
+    tickets: tuple[Reserved, ...]
+
+
+@dataclass(slots=True)
+class CacheHold:
+    """The prefix cache's side of a request. Single writer: `engine/memory.py`.
+
+    ids         token ids that tell its prefixes apart, as far as they are known; positions of pictures hold pseudo ids
+    pin         keeps the path it stands on in the tree
+    branch      depth at which its prefill is to leave a state checkpoint because others went another way; 0 is none
+    due         snapshots in flight, shallowest first
+    tracked     a snapshot that has landed and is worth keeping only if the request ends before the next
+    num_cached  prompt tokens found in the cache when it was first admitted; None before
+    depth       how far its prefix is registered in the tree; `pin` stands there
+    state_depth depth of its last state in the tree that it brought itself
+    loading     digests of its prefix that were asked of the third tier
+    backup      while it waits after a retraction: where its KV and state are on the host
+    """
+
+    ids: array[int] = field(default_factory=lambda: array("q"))
+    pin: Pin | None = None
+    branch: int = 0
+    due: list[DueSnapshot] = field(default_factory=list)
+    num_cached: int | None = None
+    tracked: DueSnapshot | None = None
+    depth: int = 0
+    state_depth: int = 0
+    backup: HostBackup | None = None
+    loading: set[bytes] = field(default_factory=set)
+
+
+@dataclass(frozen=True, slots=True)
+class DueSnapshot:
+    """A state on its way into `slot` (virtual): that of the first `depth` tokens."""
+
+    depth: int
+    slot: int
+    kind: CheckpointKind
+
+
 @dataclass(slots=True, kw_only=True)
 class Request:
     """One of the n completions of a Submit. Single writer: the scheduler."""
@@ -56,7 +107,7 @@ class Request:
     priority: int
     params: SamplingParams
     seed: int
-    tokens: list[int]
+    tokens: array[int]
     num_prompt: int
     max_tokens: int
     """Output tokens at most: what was asked, or what the context leaves."""
@@ -67,14 +118,24 @@ class Request:
     forks: list[Request] = field(default_factory=list)
     """Siblings that wait for this one to compute the prompt they share."""
 
+    namespace: bytes = b""
+    """Prefixes are shared only within one: adapter, cache salt, policy version."""
+
     state: State = State.WAITING
     num_computed: int = 0
+    num_planned: int = 0
     pages: array[int] = field(default_factory=lambda: array("q"))
+    """Virtual ids, one per page_size positions."""
     slot: int | None = None
-    is_in_flight: bool = False
-    """Part of a plan that is not committed: its memory may still be written."""
+    """Virtual id of the working slot."""
+    num_in_flight: int = 0
+    """Plans not yet committed that it is part of: its memory may still be written."""
+    drawn_at: int | None = None
+    """Place among the draws of the plan in flight; None if that plan samples nothing for it."""
     wish: Ending | None = None
     """How it ends once the plan in flight is committed."""
+    hold: CacheHold = field(default_factory=lambda: CacheHold())
+    """What it has to do with the prefix cache."""
     num_since_admitted: int = 0
     prompt_ids: frozenset[int] = frozenset()
     counts: Counter[int] = field(default_factory=Counter)
@@ -82,6 +143,8 @@ class Request:
     prompt_logprobs: list[float] = field(default_factory=list)
     """Of the second prompt token onwards, as far as they are known, if they were asked for."""
     prompt_tops: list[tuple[TopLogprob, ...]] = field(default_factory=list)
+    num_scoring: int = 0
+    """Prompt tokens whose logprobs the plan in flight will bring."""
 
     @property
     def precedence(self) -> tuple[int, int, int]:
@@ -94,17 +157,37 @@ class Request:
 
     @property
     def num_scored(self) -> int:
-        """Prompt tokens with a logprob; also the first row whose logits are still wanted for one."""
-        return len(self.prompt_logprobs)
+        """Prompt tokens with a logprob now or soon; also the first row whose logits are still wanted for one."""
+        return len(self.prompt_logprobs) + self.num_scoring
 
     @property
     def num_output(self) -> int:
         return len(self.tokens) - self.num_prompt
 
     @property
+    def num_known(self) -> int:
+        """Tokens that the next plan may name: those committed, and the one that the plan in flight will sample."""
+        return len(self.tokens) + (self.drawn_at is not None)
+
+    @property
     def num_remaining(self) -> int:
-        """Tokens not yet computed; 1 means decode."""
-        return len(self.tokens) - self.num_computed
+        """Tokens that no plan has computed yet; 1 means decode."""
+        return self.num_known - self.num_planned
+
+    @property
+    def is_in_flight(self) -> bool:
+        return self.num_in_flight > 0
+
+    @property
+    def can_advance(self) -> bool:
+        """Whether a plan may go on with it: not when it is to end, nor when what comes next depends on a token that is
+        still on the device."""
+        if self.wish is not None or self.state is State.FINISHED:
+            return False
+        if self.drawn_at is None:
+            return True
+        is_blind = self.mask is not None or has_penalty(self.params)
+        return not is_blind and self.num_output + 1 < self.max_tokens
 
     def take(self, token: int) -> Ending | None:
         """Append a sampled token and say whether the request ends with it: stop ids and strings before the length."""

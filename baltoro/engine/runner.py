@@ -1,12 +1,16 @@
 """run(): move bytes, fill a ForwardContext, forward, sample. Knows tensors and a Plan; no books.
 
-In: a Plan. Out: a Result. Writes the arena: the plan's moves first, then what the layers write.
-Invariants: everything it needs is in the plan; one plan at a time.
+In: plans, in order. Out: one Ticket each, whose `wait` gives the Result. Writes the arena: a plan's moves first, then
+what the layers write, then the copies that come behind them.
+Invariants: everything it needs is in the plan, but for sampled ids that never left the device: a plan made while
+another was in flight names them by their place among that one's draws. Plans run one after the other on one stream.
+With a thread of its own, `launch` returns at once; without one it returns when the step is done.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate
 from typing import Protocol
 
@@ -14,65 +18,135 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from baltoro.cache.host_store import HostStore
 from baltoro.cache.pool import Pool
 from baltoro.engine import sampler
-from baltoro.engine.batch import Move, Plan, Result, Span, num_pages
+from baltoro.engine.batch import Plan, Result, Scored, Span, num_pages
 from baltoro.engine.media import build_media
+from baltoro.engine.moves import Mover
 from baltoro.kernels.precision import acc_dtype
 from baltoro.kernels.spans import Spans
 from baltoro.model.config import K3Config
-from baltoro.model.context import CacheMap, ForwardContext
+from baltoro.model.context import CacheMap, ForwardContext, Snapshot
 from baltoro.model.state import CacheViews
 
 
 class Model(Protocol):
-    """What the engine asks of a model: logits [M, X] of the wanted rows."""
+    """What the engine asks of a model: logits [M, X] of the wanted rows, and states at multiples of `state_chunk`."""
 
     config: K3Config
 
+    @property
+    def state_chunk(self) -> int: ...
+
     def __call__(self, ctx: ForwardContext) -> Tensor: ...
+
+
+class Ticket(Protocol):
+    """A step under way."""
+
+    def wait(self) -> Result:
+        """Block until it is done. Errors: whatever it raised."""
+        ...
+
+
+class _Done:
+    """A step whose result is made when somebody asks."""
+
+    def __init__(self, finish: Callable[[], Result]) -> None:
+        self._finish = finish
+
+    def wait(self) -> Result:
+        return self._finish()
 
 
 class Runner:
     """Executes plans on one device."""
 
-    def __init__(self, model: Model, pool: Pool, device: str | torch.device) -> None:
+    def __init__(
+        self,
+        model: Model,
+        pool: Pool,
+        device: str | torch.device,
+        *,
+        host: HostStore | None = None,
+        has_thread: bool = False,
+    ) -> None:
         self.model = model
         self.pool = pool
         self.device = torch.device(device)
         self.views = cache_views(pool)
+        self._mover = Mover(pool, host)
+        self._ids: Tensor | None = None  # drawn by the last plan issued
+        self._thread: ThreadPoolExecutor | None = None
+        if has_thread:  # torch counts threads per calling thread
+            threads = torch.get_num_threads()
+            self._thread = ThreadPoolExecutor(1, "runner", initializer=torch.set_num_threads, initargs=(threads,))
+
+    def launch(self, plan: Plan) -> Ticket:
+        """Start one step."""
+        if self._thread is None:
+            return _Done(self._issue(plan))
+        future = self._thread.submit(self._issue, plan)
+        return _Done(lambda: future.result()())
+
+    def run(self, plan: Plan) -> Result:
+        """One step, from beginning to end."""
+        return self.launch(plan).wait()
+
+    def close(self) -> None:
+        """Wait for what is under way and let the thread go."""
+        if self._thread is not None:
+            self._thread.shutdown()
 
     @torch.inference_mode()
-    def run(self, plan: Plan) -> Result:
-        """One step."""
-        self._move(plan.moves)
+    def _issue(self, plan: Plan) -> Callable[[], Result]:
+        """Queue everything on the device; what is returned reads the result."""
+        self._mover.move(plan.moves)
         rows, targets = _logit_rows(plan.spans)
+        if not plan.spans:
+            return lambda: Result(())
         logits = self.model(self.context(plan, rows + targets))
+        self._mover.move(plan.after)
         logits = logits.to(acc_dtype(logits.dtype))
-        found = sampler.sample(logits[: len(rows)], [span.draw for span in plan.spans if span.draw is not None])
+        draws = [span.draw for span in plan.spans if span.draw is not None]
+        drawn = sampler.draw_ids(logits[: len(rows)], draws) if draws else None
+        self._ids = None if drawn is None else drawn.ids
         scores, done = [], len(rows)
         for span in plan.spans:
             if span.targets:
                 part = logits[done : done + len(span.targets)]
-                scores.append(sampler.score(part, span.targets, span.num_top))
+                scores.append(sampler.score(part, span.targets, span.num_top).to_host())
                 done += len(span.targets)
-        return Result(found, scores)
+        on_host = None if drawn is None else drawn.to_host()
+        event = None
+        if self.device.type == "cuda":
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record()
+
+        def finish() -> Result:
+            if event is not None:
+                event.synchronize()
+            found = [] if on_host is None else on_host.found()
+            return Result(found, [Scored(*score.lists()) for score in scores])
+
+        return finish
 
     def context(self, plan: Plan, logit_rows: list[int]) -> ForwardContext:
         """What the model is told about the step."""
         spans, size = plan.spans, self.pool.layout.page_size
-        tokens = [token for span in spans for token in span.tokens]
-        table = _page_table(spans, size)
         lengths = tuple(len(span.tokens) for span in spans)
+        snapshots = [Snapshot(n, taken.length, taken.slot) for n, span in enumerate(spans) for taken in span.snapshots]
         cache = CacheMap(
             slots=self._tensor([span.slot for span in spans]),
             kv_rows=self._tensor(_kv_rows(spans, size)),
-            page_table=self._tensor(table),
+            page_table=self._tensor(_page_table(spans, size)),
             page_size=size,
             views=self.views,
+            snapshots=tuple(snapshots),
         )
         return ForwardContext(
-            tokens=self._tensor(tokens),
+            tokens=self._tokens(spans),
             spans=Spans.build(lengths, [span.start for span in spans], device=self.device),
             cache=cache,
             num_decodes=plan.num_decodes,
@@ -80,22 +154,21 @@ class Runner:
             media=build_media(spans, self.model.config, self.device),
         )
 
+    def _tokens(self, spans: Sequence[Span]) -> Tensor:
+        """int64 [T]; those that the step before this one sampled are filled in on the device."""
+        tokens = self._tensor([token for span in spans for token in span.tokens])
+        relayed = [(n, span.source) for n, span in enumerate(spans) if span.source is not None]
+        if relayed:  # decodes come first, so the span's number is its row
+            assert self._ids is not None
+            rows, sources = zip(*relayed, strict=True)
+            tokens[self._tensor(list(rows))] = self._ids[self._tensor(list(sources))]
+        return tokens
+
     def _tensor(self, values: list[int] | np.ndarray) -> Tensor:
         """int64 on the device."""
         if isinstance(values, np.ndarray):
             return torch.from_numpy(values).to(self.device)
         return torch.tensor(values, dtype=torch.int64, device=self.device)
-
-    def _move(self, moves: Sequence[Move]) -> None:
-        for move in moves:
-            if move.kind == "copy_slot":
-                self.pool.copy_slot(move.source, move.target)
-            elif move.kind == "copy_page":
-                self.pool.copy_page(move.source, move.target)
-            elif move.kind == "poison_slot":
-                self.pool.poison_ids((), (move.target,))
-            else:
-                self.pool.poison_ids((move.target,), ())
 
 
 def cache_views(pool: Pool) -> CacheViews:
@@ -126,7 +199,7 @@ def _page_table(spans: Sequence[Span], page_size: int) -> np.ndarray:
     counts = [num_pages(span, page_size) for span in spans]
     table = np.zeros((len(spans), max(counts)), dtype=np.int64)
     for row, span, count in zip(table, spans, counts, strict=True):
-        row[:count] = np.frombuffer(span.pages, dtype=np.int64)[:count]
+        row[:count] = span.pages[:count]
     return table
 
 
@@ -135,6 +208,6 @@ def _kv_rows(spans: Sequence[Span], page_size: int) -> np.ndarray:
     parts = []
     for span in spans:
         positions = np.arange(span.start, span.end)
-        pages = np.frombuffer(span.pages, dtype=np.int64)[positions // page_size]
+        pages = span.pages[positions // page_size]
         parts.append(pages * page_size + positions % page_size)
     return np.concatenate(parts)

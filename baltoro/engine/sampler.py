@@ -9,22 +9,80 @@ Logprobs are raw: of the model's own distribution, before all of the above.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from baltoro.engine.batch import Draw, Found, Scored
+from baltoro.engine.batch import Draw, Found
 from baltoro.kernels.sample import reference as kernel
 from baltoro.protocol.completion import TopLogprob
 
 _MASK = (1 << 64) - 1
 
 
-def sample(logits: Tensor, draws: Sequence[Draw]) -> list[Found]:
-    """One Found per row of logits [M, X] (accumulate dtype). `logits` may be overwritten where nobody needs the raw."""
-    if not draws:
-        return []
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """Logprobs [M] of chosen ids and the best alternatives of each row (None: nobody wants any), on the device."""
+
+    chosen: Tensor
+    best: Tensor | None
+    places: Tensor | None
+    num_top: Sequence[int]
+
+    def to_host(self) -> Scores:
+        """The same on the host; on a GPU the copy is only queued."""
+        best, places = self.best, self.places
+        return Scores(
+            host(self.chosen),
+            None if best is None else host(best),
+            None if places is None else host(places),
+            self.num_top,
+        )
+
+    def lists(self) -> tuple[list[float], list[tuple[TopLogprob, ...]]]:
+        """Best first, the lower id of equals first."""
+        chosen: list[float] = self.chosen.tolist()
+        if self.best is None or self.places is None:
+            return chosen, [()] * len(self.num_top)
+        tops = []
+        for logprobs, tokens, count in zip(self.best.tolist(), self.places.tolist(), self.num_top, strict=True):
+            order = sorted(zip(logprobs, tokens, strict=True), key=lambda pair: (-pair[0], pair[1]))
+            tops.append(tuple(TopLogprob(token, logprob) for logprob, token in order[:count]))
+        return chosen, tops
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """What one step drew: ids [M], whether the model gave a number, and scores if anybody wants them."""
+
+    draws: Sequence[Draw]
+    ids: Tensor
+    is_valid: Tensor
+    scores: Scores | None
+
+    def to_host(self) -> Drawn:
+        """The same on the host; on a GPU the copy is only queued."""
+        scores = None if self.scores is None else self.scores.to_host()
+        return Drawn(self.draws, host(self.ids), host(self.is_valid), scores)
+
+    def found(self) -> list[Found]:
+        """In words of the host; waits for the device."""
+        tokens, is_valid = self.ids.tolist(), self.is_valid.tolist()
+        if self.scores is None:
+            return [Found(token, good) for token, good in zip(tokens, is_valid, strict=True)]
+        logprobs, tops = self.scores.lists()
+        return [
+            Found(token, good)
+            if draw.params.logprobs is None
+            else Found(token, good, logprob, top if draw.params.logprobs else None)
+            for token, good, logprob, top, draw in zip(tokens, is_valid, logprobs, tops, self.draws, strict=True)
+        ]
+
+
+def draw_ids(logits: Tensor, draws: Sequence[Draw]) -> Drawn:
+    """One id per row of logits [M, X] (accumulate dtype), M >= 1, without waiting for the device."""
     raw = logits
     if any(draw.is_edited for draw in draws):
         logits = logits.clone()
@@ -36,22 +94,28 @@ def sample(logits: Tensor, draws: Sequence[Draw]) -> list[Found]:
     if at:
         rows = torch.tensor(at, device=logits.device)
         ids[rows] = _draw(logits[rows], [draws[n] for n in at])
-    tokens, is_valid = ids.tolist(), torch.isfinite(best).tolist()
-    if all(draw.params.logprobs is None for draw in draws):
-        return [Found(token, good) for token, good in zip(tokens, is_valid, strict=True)]
-    logprobs, tops = _score(raw, ids, [draw.params.logprobs or 0 for draw in draws])
-    return [
-        Found(token, good)
-        if draw.params.logprobs is None
-        else Found(token, good, logprob, top if draw.params.logprobs else None)
-        for token, good, logprob, top, draw in zip(tokens, is_valid, logprobs, tops, draws, strict=True)
-    ]
+    scores = None
+    if any(draw.params.logprobs is not None for draw in draws):
+        scores = _score(raw, ids, [draw.params.logprobs or 0 for draw in draws])
+    return Drawn(draws, ids, torch.isfinite(best), scores)
 
 
-def score(logits: Tensor, targets: Sequence[int], num_top: int) -> Scored:
+def sample(logits: Tensor, draws: Sequence[Draw]) -> list[Found]:
+    """One Found per row of logits [M, X] (accumulate dtype). `logits` may be overwritten where nobody needs the raw."""
+    return draw_ids(logits, draws).found() if draws else []
+
+
+def score(logits: Tensor, targets: Sequence[int], num_top: int) -> Scores:
     """Logprobs of `targets` under logits [M, X], one a row, with the `num_top` best of each row."""
     ids = torch.tensor(targets, device=logits.device)
-    return Scored(*_score(logits, ids, [num_top] * len(targets)))
+    return _score(logits, ids, [num_top] * len(targets))
+
+
+def host(values: Tensor) -> Tensor:
+    """On the host. From a GPU into pinned memory, queued on the stream: read it behind an event only."""
+    if values.device.type == "cpu":
+        return values
+    return torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values, non_blocking=True)
 
 
 def is_greedy(draw: Draw) -> bool:
@@ -117,16 +181,11 @@ def _edit(row: Tensor, draw: Draw) -> None:
         )
 
 
-def _score(logits: Tensor, ids: Tensor, num_top: Sequence[int]) -> tuple[list[float], list[tuple[TopLogprob, ...]]]:
-    """Logprob of ids[M], and the num_top[m] best of each row, best first, the lower id of equals first."""
+def _score(logits: Tensor, ids: Tensor, num_top: Sequence[int]) -> Scores:
+    """Logprob of ids[M], and the num_top[m] best of each row."""
     chosen, total = kernel.log_probs(logits, ids)
     width = min(max(num_top), logits.shape[1])
     if not width:
-        return chosen.tolist(), [()] * len(num_top)
+        return Scores(chosen, None, None, num_top)
     values, places = logits.topk(width, dim=-1)
-    rows = zip((values - total.unsqueeze(1)).tolist(), places.tolist(), num_top, strict=True)
-    tops = []
-    for logprobs, tokens, count in rows:
-        order = sorted(zip(logprobs, tokens, strict=True), key=lambda pair: (-pair[0], pair[1]))
-        tops.append(tuple(TopLogprob(token, logprob) for logprob, token in order[:count]))
-    return chosen.tolist(), tops
+    return Scores(chosen, values - total.unsqueeze(1), places, num_top)

@@ -7,7 +7,9 @@ commit: the only place where requests change because of what a step found; Token
 Invariants
 - precedence (priority, age) decides everything: the first is never retracted for another, so it always advances;
 - nothing is admitted in a step that had to retract;
-- memory of a request in a plan in flight is given back at commit, never before.
+- a plan may be made while another is in flight: it then goes on from what that one will have done (`num_planned`);
+- memory of a request in flight is given back when the last plan it is part of is committed, never before. What can
+  only be had from such requests is waited for: `wants_quiet` asks the loop to leave one plan out.
 Source: spec/serving.md B.
 """
 
@@ -15,8 +17,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from baltoro.engine.batch import Found, Plan, PlanBuilder, Result, Span
+from baltoro.engine.classes import LongShort
 from baltoro.engine.config import EngineConfig
 from baltoro.engine.deltas import make_delta
 from baltoro.engine.memory import Memory
@@ -25,6 +29,8 @@ from baltoro.engine.request import Ending, Request, State
 from baltoro.errors import InvariantError, UserError
 from baltoro.protocol.completion import TokenDelta
 
+MAX_FLIGHTS = 2
+"""A plan names tokens of one plan in flight at most (`Request.drawn_at`)."""
 ABORTED = Ending("abort")
 NO_NUMBER = Ending("error", error="the model gave no finite logit for this request", error_status=500)
 NO_TOKEN_ALLOWED = Ending("error", error="the grammar allows no token here", error_status=500)
@@ -53,14 +59,19 @@ class Scheduler:
         self.running: list[Request] = []  # by precedence
         self.counts = Counts()
         self.policy_version = 0
+        self.wants_quiet = False
+        self.classes = LongShort(config)
         self._alive: dict[str, list[Request]] = {}
+        self._leaving: list[Request] = []  # ended, but still part of a plan in flight
+        self._num_flights = 0
+        self._is_retraction_due = False
         self._headroom = Headroom()
         self._deltas: list[TokenDelta] = []
 
     @property
     def has_work(self) -> bool:
         """Whether anything waits, runs or is to be told."""
-        return bool(self._alive or self._deltas)
+        return bool(self._alive or self._deltas or self._leaving)
 
     def is_alive(self, request_id: str) -> bool:
         return request_id in self._alive
@@ -76,6 +87,7 @@ class Scheduler:
         first, *rest = requests
         self._alive[first.request_id] = list(requests)
         self.waiting.push(first)
+        self.memory.prefetch(first)
         if first.num_prompt > 1:
             first.forks = rest
         else:
@@ -90,6 +102,10 @@ class Scheduler:
             else:
                 self._finish(request, ABORTED)
 
+    def flush(self) -> None:
+        """Forget cached prefixes."""
+        self.memory.flush()
+
     def take_deltas(self) -> list[TokenDelta]:
         """What there is to tell since the last call."""
         deltas, self._deltas = self._deltas, []
@@ -97,14 +113,17 @@ class Scheduler:
 
     def audit(self) -> None:
         """Errors: LeakError when pages, slots and requests do not add up."""
-        self.memory.audit(request for group in self._alive.values() for request in group)
+        alive = (request for group in self._alive.values() for request in group)
+        self.memory.audit(chain(alive, self._leaving))
 
     # ---- plan ----------------------------------------------------------------------------------------------------
     def plan(self) -> Plan | None:
-        """The next step, with its memory reserved; None when nothing waits or runs."""
-        if any(request.is_in_flight for request in self.running):
-            raise InvariantError("plan() while a plan is in flight")
+        """The next step, with its memory reserved; None when nothing can advance now."""
+        if self._num_flights >= MAX_FLIGHTS:
+            raise InvariantError(f"{self._num_flights} plans are in flight: one must be committed first")
         self.counts.steps += 1
+        self.wants_quiet = False
+        self.memory.poll()
         self._retract_for_debugging()
         before = self.counts.retractions
         self._start_forks()
@@ -115,27 +134,33 @@ class Scheduler:
             self._headroom.on_step()
             self._admit(builder)
         if not builder:
-            if self.running or self.waiting.head() is not None:
+            has_more = self.running or any(not self.memory.is_loading(request) for request in self.waiting)
+            if has_more and not self._num_flights:
                 raise InvariantError("requests wait but none can advance")
             return None
-        return builder.build(self.memory.collect_moves())
+        plan = builder.build(self.memory)
+        self._num_flights += 1
+        self.memory.freeze()
+        return plan
 
     def _start_forks(self) -> None:
         """Requests whose shared prompt stands but for its last token: give each sibling a copy to go on from."""
-        for parent in [r for r in self.running if r.forks and r.num_remaining == 1]:
-            children, parent.forks = parent.forks, []
-            for child in children:
-                reserve = self._headroom.reserve(self.running, self.memory.page_size)
-                if len(self.running) < self.max_running and self.memory.fork(parent, child, reserve=reserve):
-                    self._run(child)
-                else:  # no room to fork: it reads the prompt itself when its turn comes
-                    self.waiting.push(child)
+        for parent in [r for r in self.running if r.forks and r.num_remaining == 1 and r.can_advance]:
+            self._fork(parent)
+
+    def _fork(self, parent: Request) -> None:
+        children, parent.forks = parent.forks, []
+        for child in children:
+            if len(self.running) < self.max_running and self.memory.fork(parent, child, **self._room()):
+                self._run(child)
+            else:  # no room to fork: it reads the prompt itself when its turn comes
+                self.waiting.push(child)
 
     def _plan_decodes(self, builder: PlanBuilder) -> None:
         for request in list(self.running):
             if not builder.room:
                 return
-            is_due = request.state is State.RUNNING and request.num_remaining == 1
+            is_due = request.state is State.RUNNING and request.num_remaining == 1 and request.can_advance
             if is_due and self._make_room(request):
                 builder.add(request, 1)
 
@@ -143,30 +168,39 @@ class Scheduler:
         for request in self.running:
             if not builder.room:
                 return
-            if request.num_remaining > 1:
+            if request.num_remaining > 1 and request.can_advance:
                 self._plan_prompt(builder, request)
 
     def _plan_prompt(self, builder: PlanBuilder, request: Request) -> bool:
         """As much of what is known and not computed as fits; siblings fork before the last token."""
+        if request.forks and request.num_remaining == 1:  # the cache had all that they share
+            self._fork(request)
         end = len(request.tokens) - 1 if request.forks else len(request.tokens)
-        length = builder.fit(request, end)
+        room = self.classes.step_room(request, builder.room, self.waiting)
+        length = builder.fit(request, end, room=room)
         if length > 0:
+            self.classes.spend(request, length)
             builder.add(request, length)
         return length > 0
 
     def _admit(self, builder: PlanBuilder) -> None:
+        """New requests in order of precedence; a class that has spent its share lets the other pass."""
+        self.classes.start_step()
         while builder.room and len(self.running) < self.max_running:
-            request = self.waiting.head()
-            if request is None:
-                return
-            reserve = self._headroom.reserve(self.running, self.memory.page_size)
-            if not self.memory.has_room(len(request.tokens), reserve=reserve):
+            ready = (request for request in self.waiting if not self.memory.is_loading(request))
+            request = self.classes.next(ready, self.running)
+            if request is None or not self.memory.admit(request, **self._room()):
+                self.wants_quiet |= self.memory.books.is_cramped
                 return
             self.waiting.remove(request)
-            self.memory.admit(request)
             self._run(request)
             if not self._plan_prompt(builder, request):
                 return
+
+    def _room(self) -> dict[str, int]:
+        """Pages that requests hold, and those to keep back for them."""
+        held = sum(len(r.pages) for r in self.running) + sum(len(r.pages) for r in self._leaving)
+        return {"held": held, "reserve": self._headroom.reserve(self.running, self.memory.page_size)}
 
     def _run(self, request: Request) -> None:
         request.state = State.RUNNING
@@ -175,8 +209,14 @@ class Scheduler:
 
     # ---- retraction ----------------------------------------------------------------------------------------------
     def _make_room(self, request: Request) -> bool:
-        """Pages for the next token, taken from the last in precedence if need be; False if that is `request`."""
-        while not self.memory.grow(request):
+        """Pages for the next token, taken from the last in precedence if need be; False if that is `request`, or if
+        they must be waited for."""
+        while not self.memory.grow(request, request.num_known):
+            if self._num_flights:
+                self.wants_quiet = True
+                return False
+            if self.memory.shed(reversed(self.running)):
+                continue
             victim = self.running[-1]
             self._retract(victim)
             if victim is request:
@@ -184,11 +224,11 @@ class Scheduler:
         return True
 
     def _retract(self, victim: Request) -> None:
-        """Back to the line without memory; everything known of it will be computed again."""
+        """Back to the line without memory; what the cache did not keep of it will be computed again."""
         if victim.is_in_flight:
             raise InvariantError(f"request {victim.name} is in flight and cannot be retracted")
         remove_in_order(self.running, victim)
-        self.memory.release(victim)
+        self.memory.retract(victim)
         victim.state = State.WAITING
         self.waiting.push(victim)
         self.counts.retractions += 1
@@ -197,31 +237,51 @@ class Scheduler:
     def _retract_for_debugging(self) -> None:
         """Every `retract_every` steps the last in precedence that has advanced since it was admitted."""
         every = self.config.retract_every
-        if every and self.counts.steps % every == 0:
-            for request in reversed(self.running):
-                if request.num_since_admitted:
-                    self._retract(request)
-                    return
+        self._is_retraction_due |= bool(every) and self.counts.steps % every == 0
+        if not self._is_retraction_due:
+            return
+        if self._num_flights:
+            self.wants_quiet = True
+            return
+        self._is_retraction_due = False
+        for request in reversed(self.running):
+            if request.num_since_admitted:
+                self._retract(request)
+                return
 
     # ---- commit --------------------------------------------------------------------------------------------------
     def commit(self, plan: Plan, result: Result) -> None:
         """Settle what the step computed: progress, tokens, endings."""
         drawn, scores = iter(result.found), iter(result.scores)
+        self._num_flights -= 1
+        self.memory.thaw()
         for span in plan.spans:
             request = span.request
-            request.is_in_flight = False
-            request.num_computed = span.end
-            if span.start < request.num_prompt:
-                self.counts.prompt_tokens += min(span.end, request.num_prompt) - span.start
-            if span.targets:
-                scored = next(scores)
+            request.num_in_flight -= 1
+            request.num_scoring -= len(span.targets)
+            if not request.num_in_flight:
+                request.drawn_at = None
+            found = next(drawn) if span.draw is not None else None
+            scored = next(scores) if span.targets else None
+            if request.state is State.FINISHED:  # it ended while this step was under way
+                if not request.num_in_flight:
+                    self._leaving.remove(request)
+                    self.memory.release(request)
+                continue
+            self._advance(request, span)
+            if scored is not None:
                 request.prompt_logprobs += scored.logprobs
                 request.prompt_tops += scored.tops
-            found = next(drawn) if span.draw is not None else None
             if request.wish is not None:
                 self._finish(request, request.wish)
             elif found is not None:
                 self._settle(request, span, found)
+
+    def _advance(self, request: Request, span: Span) -> None:
+        request.num_computed = span.end
+        self.memory.settle(request)
+        if span.start < request.num_prompt:
+            self.counts.prompt_tokens += min(span.end, request.num_prompt) - span.start
 
     def _settle(self, request: Request, span: Span, found: Found) -> None:
         """One sampled token: keep it, tell it, end with it."""
@@ -241,8 +301,11 @@ class Scheduler:
             self._deltas.append(make_delta(request, found, None, self.policy_version))
 
     def _finish(self, request: Request, ending: Ending, found: Found | None = None) -> None:
-        """The single point of release."""
-        self.memory.release(request)
+        """The single point of release: now, or with the last plan it is part of."""
+        if request.is_in_flight:
+            self._leaving.append(request)
+        else:
+            self.memory.release(request)
         if not remove_in_order(self.running, request):
             self.waiting.remove(request)
         request.state = State.FINISHED

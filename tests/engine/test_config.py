@@ -22,7 +22,6 @@ from tests.tiny import tiny_k3, tiny_kimi_linear
     "options",
     [
         {"page_size": 48},
-        {"page_size": 128},
         {"page_size": 0},
         {"max_batch_tokens": 0},
         {"max_running": 0},
@@ -89,7 +88,7 @@ def test_the_plan_keeps_to_the_memory_and_one_request_always_fits(
 
 def test_memory_is_not_taken_for_what_can_never_be_used() -> None:
     plan = plan_memory(EngineConfig(max_running=2, max_context=100), tiny_k3(), torch.float32, 10**12)
-    assert plan.num_slots == 2 and plan.num_pages == 2 * 2
+    assert plan.max_running == 2 and plan.num_slots == 2 * 4 and plan.num_pages == 2 * 2
 
 
 def test_memory_is_split_between_states_and_pages() -> None:
@@ -97,7 +96,7 @@ def test_memory_is_split_between_states_and_pages() -> None:
     config, free = EngineConfig(max_running=1000, device="cuda"), 4_000_000
     plan = plan_memory(config, tiny_k3(max_position_embeddings=100_000), torch.float32, free)
     assert 2 <= plan.num_slots < 1000
-    assert plan.num_pages * 64 >= plan.num_slots * 4096 * 0.9
+    assert plan.num_pages * 64 >= plan.max_running * 4096 * 0.9
     assert 0.8 * free < plan.arena_bytes < 0.86 * free
 
 

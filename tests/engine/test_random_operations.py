@@ -9,11 +9,17 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from baltoro.cache.retention import RETENTION_NAMES
 from baltoro.errors import QueueFull
 from baltoro.protocol.sampling import SamplingParams
 from tests.engine.stub import VOCAB, StubModel, expected, make_engine, submit, tokens_of
 
-TOKENS = st.lists(st.integers(0, VOCAB - 2), min_size=1, max_size=30)
+# Few different beginnings, so that prefixes are shared.
+TOKENS = st.builds(
+    lambda common, own: list(range(common)) + own,
+    st.sampled_from([0, 0, 9, 17]),
+    st.lists(st.integers(0, VOCAB - 2), min_size=1, max_size=13),
+)
 
 
 class Requests(RuleBasedStateMachine):
@@ -25,8 +31,14 @@ class Requests(RuleBasedStateMachine):
         max_batch_tokens=st.sampled_from([1, 5, 16, 64]),
         num_tokens=st.sampled_from([48, 64, 160]),
         max_running=st.integers(1, 6),
+        pool=st.sampled_from(["unified", "fixed"]),
+        overlap=st.booleans(),
+        retention=st.sampled_from(["off", *RETENTION_NAMES]),
+        hash_endpoint=st.sampled_from([4, 8]),
     )
-    def start(self, page_size: int, num_tokens: int, **options: Any) -> None:
+    def start(self, page_size: int, num_tokens: int, retention: str, **options: Any) -> None:
+        if retention != "off":
+            options |= {"prefix_cache": True, "retention": retention, "track_interval": 8}
         self.engine = make_engine(
             StubModel(can_end=True),
             page_size=page_size,
@@ -56,6 +68,10 @@ class Requests(RuleBasedStateMachine):
             return
         self.asked[name] = (prompt, n, SamplingParams(**params))
 
+    @rule()
+    def flush(self) -> None:
+        self.engine.flush()
+
     @rule(steps=st.integers(1, 6))
     def step(self, steps: int) -> None:
         for _ in range(steps):
@@ -65,7 +81,8 @@ class Requests(RuleBasedStateMachine):
     @rule(data=st.data(), is_in_flight=st.booleans())
     def abort(self, data: st.DataObject, is_in_flight: bool) -> None:
         name = data.draw(st.sampled_from(sorted(self.asked)))
-        plan = self.engine.scheduler.plan() if is_in_flight else None
+        is_ours = is_in_flight and not self.engine.loop.is_in_flight
+        plan = self.engine.scheduler.plan() if is_ours else None
         self.engine.abort(name)
         if plan is not None:
             self.engine.scheduler.commit(plan, self.engine.runner.run(plan))
@@ -75,6 +92,9 @@ class Requests(RuleBasedStateMachine):
     @rule(data=st.data())
     def retract(self, data: st.DataObject) -> None:
         scheduler = self.engine.scheduler
+        self.engine.loop.settle()
+        if not scheduler.running:
+            return
         at = data.draw(st.integers(0, len(scheduler.running) - 1))
         scheduler._retract(scheduler.running[at])
 
@@ -92,6 +112,8 @@ class Requests(RuleBasedStateMachine):
             self._note(self.engine.step())
             self.engine.audit()
         assert not self.asked, "everything that was asked has ended"
+        self.engine.flush()
+        self.engine.close()
         assert self.engine.stats()["pages_used"] == self.engine.stats()["slots_used"] == 0
 
     def _note(self, deltas: list[Any]) -> None:

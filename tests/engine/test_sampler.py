@@ -123,10 +123,10 @@ def test_equal_alternatives_come_in_order_of_id() -> None:
 
 def test_scores_are_those_of_the_targets() -> None:
     logits = _logits(3)
-    scored = score(logits, [4, 9, 2], 2)
+    logprobs, best = score(logits, [4, 9, 2], 2).lists()
     raw = torch.log_softmax(logits, -1)
-    assert np.allclose(scored.logprobs, raw[torch.arange(3), [4, 9, 2]], atol=1e-6)
-    assert [[t.token for t in tops] for tops in scored.tops] == raw.topk(2).indices.tolist()
+    assert np.allclose(logprobs, raw[torch.arange(3), [4, 9, 2]], atol=1e-6)
+    assert [[t.token for t in tops] for tops in best] == raw.topk(2).indices.tolist()
 
 
 def test_a_row_without_numbers_is_reported_and_hurts_no_other() -> None:

@@ -1,0 +1,95 @@
+"""Puts the memory of an engine together: arena, books, ledger, prefix tree.
+
+In: what was asked (EngineConfig) and what was decided (MemoryPlan). Out: the Pool that the runner moves bytes in, and
+the Memory that the scheduler keeps books with.
+"""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+from pathlib import Path
+
+import torch
+
+from baltoro.cache.books import Books, FixedBooks
+from baltoro.cache.disk import DiskTier
+from baltoro.cache.host import HostBook
+from baltoro.cache.host_store import HostStore
+from baltoro.cache.pool import ArenaLayout, ArenaShape, Pool, UnifiedShape
+from baltoro.cache.prefix import PrefixTree
+from baltoro.cache.retention import retention_by_name
+from baltoro.cache.unified import UnifiedBooks
+from baltoro.engine.config import EngineConfig
+from baltoro.engine.ledger import Ledger
+from baltoro.engine.memory import Memory
+from baltoro.engine.planner import MemoryPlan, arena_layout, plan_grid
+from baltoro.engine.prefix import PrefixCache
+from baltoro.engine.runner import Model
+from baltoro.engine.tiers import HostTier
+from baltoro.errors import ConfigError
+
+SAMPLE = 32
+"""Values from each end of a weight that go into the fingerprint."""
+
+
+def build_memory(
+    config: EngineConfig, model: Model, plan: MemoryPlan, dtype: torch.dtype
+) -> tuple[Pool, Memory, HostStore | None]:
+    """Arena, books, and the host's slabs if there are any. Errors: ConfigError for an unknown retention policy, a host
+    tier that holds nothing, a disk tier without a host tier."""
+    layout = arena_layout(model.config, dtype, config.page_size)
+    pool, books = _arena(config, layout, plan)
+    if config.is_poisoned:
+        pool.poison()
+    ledger = Ledger(books, config.page_size, is_poisoned=config.is_poisoned)
+    if not config.prefix_cache:
+        return pool, Memory(ledger), None
+    grid = plan_grid(config, layout, model.state_chunk)
+    retention = retention_by_name(config.retention, interval=grid.interval)
+    tree = PrefixTree(
+        grid,
+        config.page_size,
+        books,
+        retention,
+        has_states=bool(layout.slot_parts),
+        has_pages=layout.row is not None,
+        is_unified=config.pool == "unified",
+    )
+    tier, store = None, None
+    if config.host_cache_bytes:
+        store = HostStore.for_pool(pool, config.host_cache_bytes, grid.endpoint)
+        book = HostBook(store.shape.num_blocks, store.shape.num_states)
+        tier = HostTier(book, store, ledger, third=_disk(config, model, dtype))
+    elif config.disk_cache_dir:
+        raise ConfigError("a disk tier stands behind the host tier: give host_cache_bytes too")
+    is_backing_up = config.retract_to == "host"
+    return pool, Memory(ledger, PrefixCache(tree, ledger, retention, tier=tier, is_backing_up=is_backing_up)), store
+
+
+def _arena(config: EngineConfig, layout: ArenaLayout, plan: MemoryPlan) -> tuple[Pool, Books]:
+    if config.pool == "fixed":
+        fixed = ArenaShape(layout, plan.num_slots, plan.num_pages)
+        return Pool(fixed, config.device), FixedBooks(fixed.first_page, fixed.num_pages, fixed.num_slots)
+    shape = UnifiedShape(
+        layout,
+        plan.arena_bytes,
+        slot_limit=None if layout.slot_bytes else plan.num_slots,
+        page_limit=None if layout.page_bytes else plan.num_pages,
+    )
+    return Pool(shape, config.device), UnifiedBooks(shape)
+
+
+def _disk(config: EngineConfig, model: Model, dtype: torch.dtype) -> DiskTier | None:
+    if not config.disk_cache_dir:
+        return None
+    return DiskTier.open(Path(config.disk_cache_dir), config.disk_cache_bytes, fingerprint(model, dtype))
+
+
+def fingerprint(model: Model, dtype: torch.dtype) -> bytes:
+    """What gives cached bytes their meaning: the shape of the model, its dtype, and a sample of every weight, so that
+    files of another checkpoint are not believed."""
+    digest = blake2b(repr((model.config, dtype)).encode(), digest_size=16)
+    for name, tensor in sorted(getattr(model, "state_dict", dict)().items()):
+        ends = torch.cat([tensor.flatten()[:SAMPLE], tensor.flatten()[-SAMPLE:]])
+        digest.update(name.encode() + ends.contiguous().cpu().view(torch.uint8).numpy().tobytes())
+    return digest.digest()

@@ -1,0 +1,358 @@
+"""The prefix cache as a request sees it: find, enter, leave state checkpoints on the way, keep what was computed.
+
+Three state moves, all on the forward stream and in the order of the plan, so that program order is the only
+synchronisation: restore (a checkpoint is copied into the working slot before the first forward), snapshot (the working
+state goes into an extra slot at a boundary, taken only then), donate (that slot changes hands to the tree, no bytes).
+
+In: requests, drafts of spans, commits. Out: Found, snapshots due, copies in the ledger.
+Invariants: what is found is pinned before anything is allocated; what a step writes can be found only after its commit;
+the state and the KV of a hit are of the same depth; the last prompt token is always computed.
+Single writer: the scheduler, through `memory.py`. Source: spec/serving.md A.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+
+from baltoro.cache.audit import Holding
+from baltoro.cache.evict import Evicted
+from baltoro.cache.prefix import Match, Pin, PrefixTree
+from baltoro.cache.retention import CheckpointKind, Retention
+from baltoro.engine.batch import Draft
+from baltoro.engine.ledger import Ledger
+from baltoro.engine.request import CacheHold, DueSnapshot, MediaRun, Request
+from baltoro.engine.tiers import Find, HostTier
+from baltoro.errors import InvariantError
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What can be restored of a prompt, pinned.
+
+    depth         tokens that need not be computed
+    device_depth  of these, those whose KV is on the device; `pages` cover them (the last one may be shared only up to
+                  there). The rest, and then the state too, come from the host: `host`
+    """
+
+    depth: int = 0
+    device_depth: int = 0
+    pages: tuple[int, ...] = ()
+    match: Match | None = None
+    pin: Pin | None = None
+    host: Find | None = None
+
+
+@dataclass(slots=True)
+class CacheCounts:
+    """Totals since the start, for stats."""
+
+    lookup_tokens: int = 0
+    hit_tokens: int = 0
+    snapshots: int = 0
+    skipped_snapshots: int = 0
+    backups: int = 0
+
+
+class PrefixCache:
+    """Joins requests and the tree. Single writer: the scheduler."""
+
+    def __init__(
+        self,
+        tree: PrefixTree,
+        ledger: Ledger,
+        retention: Retention,
+        *,
+        tier: HostTier | None = None,
+        is_backing_up: bool = False,
+    ) -> None:
+        self.tree, self.grid, self.retention, self.tier = tree, tree.grid, retention, tier
+        self.counts = CacheCounts()
+        self._ledger, self._has_states, self._is_backing_up = ledger, tree.has_states, is_backing_up
+
+    # ---- coming ----------------------------------------------------------------------------------------------------
+    def prefetch(self, request: Request) -> None:
+        """`request` begins to wait: have what only the third tier has of its prompt brought up meanwhile."""
+        if self.tier is None or self.tier.third is None:
+            return
+        self._spell(request)
+        name, ids, last = request.namespace, request.hold.ids, self.grid.floor_endpoint(len(request.tokens) - 1)
+        match = self.tree.match(name, ids, len(request.tokens) - 1)
+        digests = self.tree.digests(name, ids, match.depth, last, parent=match.digest)
+        num_known = (match.kv_depth - match.depth) // self.grid.endpoint
+        request.hold.loading = self.tier.prefetch(digests, num_known, has_states=self._has_states)
+
+    def is_loading(self, request: Request) -> bool:
+        """Whether `request` waits for a prefix from the third tier."""
+        return self.tier is not None and self.tier.is_asked(request.hold.loading)
+
+    def find(self, request: Request) -> Found:
+        """The longest prefix that can be restored, pinned. A scored prompt is found only as far as it was scored."""
+        if request.hold.backup is not None:
+            return Found(request.hold.backup.num_tokens)
+        self._spell(request)
+        limit = len(request.tokens) - 1
+        if request.params.prompt_logprobs is not None and request.num_scored < request.num_prompt - 1:
+            limit = min(limit, request.num_scored)
+        match = self.tree.match(request.namespace, request.hold.ids, limit)
+        found = Found(match.depth, match.depth, match.pages, match, self.tree.pin(match))
+        return found if self.tier is None else self._look_below(self.tier, request, found, match, limit)
+
+    def _look_below(self, tier: HostTier, request: Request, found: Found, match: Match, limit: int) -> Found:
+        """Whether the host carries on where the device ends: with a deeper state, with more KV, or with both."""
+        name, ids, last = request.namespace, request.hold.ids, self.grid.floor_endpoint(limit)
+        if last <= match.depth:
+            return found
+        digests = self.tree.digests(name, ids, match.depth, last, parent=match.digest)
+        num_known = (match.kv_depth - match.depth) // self.grid.endpoint
+        host = tier.find(digests, num_known, has_states=self._has_states)
+        if host is None:
+            return found
+        depth = host.entries[-1].depth
+        device_depth, pages, pin = min(depth, match.kv_depth), found.pages, found.pin
+        assert pin is not None
+        if device_depth > match.depth:
+            deeper = self.tree.pin_at(name, ids, device_depth, start=pin)
+            if deeper is None:
+                raise InvariantError("a prefix that was just matched is gone")
+            self.tree.unpin(pin)
+            pages, pin = self.tree.pages_to(deeper), deeper
+        return Found(depth, device_depth, pages, match, pin, host)
+
+    def nothing(self, request: Request) -> Found:
+        """A find that found nothing."""
+        match = self.tree.match(request.namespace, request.hold.ids, 0)
+        return Found(match=match, pin=self.tree.pin(match))
+
+    def leave(self, found: Found) -> None:
+        """What was found is not wanted after all."""
+        if found.pin is not None:
+            self.tree.unpin(found.pin)
+        if found.host is not None and self.tier is not None:
+            self.tier.leave(found.host)
+
+    def enter(self, request: Request, found: Found, own: list[int]) -> None:
+        """`request` goes on from `found`: restore its state, copy the page of which it found only the first rows."""
+        hold = request.hold
+        assert request.slot is not None
+        if hold.backup is not None:
+            assert self.tier is not None
+            self.tier.restore(request, hold.backup)
+            hold.backup = None
+            return
+        assert found.match is not None
+        if found.device_depth % self._ledger.page_size:
+            self._ledger.copy_page(found.pages[-1], own[0])
+        hold.pin, hold.depth = found.pin, found.device_depth
+        hold.branch = found.match.branch if found.match.branch > found.depth else 0
+        if found.host is not None:
+            assert self.tier is not None
+            self.tier.load(request, found.host, found.device_depth)
+            self._bring_back(request, found.depth)
+        elif found.match.state is not None:
+            self._ledger.copy_slot(found.match.state, request.slot)
+        if hold.num_cached is None:
+            hold.num_cached = found.depth
+            self.counts.lookup_tokens += request.num_prompt
+            self.counts.hit_tokens += found.depth
+
+    def _bring_back(self, request: Request, depth: int) -> None:
+        """A state that came from the host is given to the tree again, if there is a slot for it."""
+        slot = self._slot() if self._has_states else None
+        if slot is not None:
+            assert request.slot is not None
+            self._ledger.copy_slot(request.slot, slot)
+            request.hold.due.insert(0, DueSnapshot(depth, slot, "turn_end"))
+
+    def back_up(self, request: Request) -> None:
+        """`request` is about to lose its memory: a copy on the host, if that is wanted and there is room."""
+        if self._is_backing_up and self.tier is not None and request.num_computed:
+            request.hold.backup = self.tier.back_up(request)
+            self.counts.backups += request.hold.backup is not None
+
+    def forget(self, request: Request) -> None:
+        """`request` ends while it waits."""
+        if request.hold.backup is not None and self.tier is not None:
+            self.tier.forget(request.hold.backup)
+            request.hold.backup = None
+
+    # ---- on the way ------------------------------------------------------------------------------------------------
+    def snapshots(self, draft: Draft) -> tuple[DueSnapshot, ...]:
+        """States to be kept on the way through a span: at its deepest grid point, the end of the prompt, the fork; of
+        a decode at every interval. Without a slot for one, it is left out."""
+        if not self._has_states:
+            return ()
+        taken = []
+        for depth, kind in self._points(draft):
+            slot = self._slot()
+            if slot is None:
+                self.counts.skipped_snapshots += 1
+                continue
+            taken.append(DueSnapshot(depth, slot, kind))
+        self.counts.snapshots += len(taken)
+        draft.request.hold.due += taken
+        return tuple(taken)
+
+    def settle(self, request: Request) -> None:
+        """Donate the snapshots that have landed; one that is worth keeping only if the request ends here is kept
+        back until the next one lands."""
+        hold = request.hold
+        if hold.pin is not None and hold.pin.has_state:  # restored: the state may go, the path is still of use
+            pin = self.tree.pin_at(request.namespace, hold.ids, hold.depth, start=hold.pin)
+            self.tree.unpin(hold.pin)
+            hold.pin = pin
+        while hold.due and hold.due[0].depth <= request.num_computed:
+            due = hold.due.pop(0)
+            spare: DueSnapshot | None = due
+            if not self._wants(request, due.kind, due.depth):
+                spare, hold.tracked = hold.tracked, due
+            elif self._insert(request, due.depth, due.slot, due.kind):
+                spare, hold.state_depth = None, due.depth
+            if spare is not None:
+                self._ledger.release((), [spare.slot])
+
+    # ---- going -----------------------------------------------------------------------------------------------------
+    def keep(self, request: Request) -> None:
+        """`request` gives its memory back: what it computed stays findable. Its last state becomes the end of a turn;
+        that is the working slot itself where it stands on the grid (request.slot is then None: the tree has it)."""
+        hold = request.hold
+        self.settle(request)
+        unwanted = [due.slot for due in hold.due]  # never landed
+        hold.due = []
+        depth = self.grid.floor_endpoint(request.num_computed)
+        is_on_grid = self._has_states and 0 < depth == request.num_computed == self.grid.floor(depth)
+        if hold.tracked is not None:
+            is_last = not is_on_grid and hold.tracked.depth > hold.state_depth
+            if not (is_last and self._insert(request, hold.tracked.depth, hold.tracked.slot, "turn_end")):
+                unwanted.append(hold.tracked.slot)
+            hold.tracked = None
+        elif hold.state_depth and not is_on_grid:
+            self._insert(request, hold.state_depth, None, "turn_end")
+        if is_on_grid and self._insert(request, depth, request.slot, "turn_end"):
+            request.slot = None
+        elif depth > hold.depth:
+            self._insert(request, depth, None, "turn_end")
+        self._ledger.release((), unwanted)
+        if hold.pin is not None:
+            self.tree.unpin(hold.pin)
+            hold.pin = None
+        hold.branch = hold.depth = hold.state_depth = 0
+
+    def shed(self, request: Request) -> bool:
+        """What `request` holds only for the sake of others: its pin and a kept-back state. Whether there was any."""
+        hold = request.hold
+        had_any = hold.pin is not None or hold.tracked is not None
+        if hold.tracked is not None:
+            self._ledger.release((), [hold.tracked.slot])
+            hold.tracked = None
+        if hold.pin is not None:
+            self.tree.unpin(hold.pin)
+            hold.pin = None
+        return had_any
+
+    def give_up(self, num_pages: int, num_slots: int) -> None:
+        """Evict, oldest first, until so much can be taken, or nothing is left that may go."""
+        self._put_aside(self.tree.evict_for(num_pages, num_slots))
+
+    def _put_aside(self, evicted: Sequence[Evicted]) -> None:
+        if self.tier is not None:
+            self.tier.put_aside(evicted)
+
+    def flush(self) -> None:
+        self.tree.flush()
+        if self.tier is not None:
+            self.tier.flush()
+
+    def holdings(self) -> list[Holding]:
+        return self.tree.holdings()
+
+    # ---- helpers ---------------------------------------------------------------------------------------------------
+    def _points(self, draft: Draft) -> list[tuple[int, CheckpointKind]]:
+        request, start, end = draft.request, draft.start, draft.end
+        prompt_end = self.grid.floor(request.num_prompt - 1)
+        if draft.is_decode and end > request.num_prompt:
+            points: dict[int, CheckpointKind] = {end: "decode"} if end % self.grid.interval == 0 else {}
+        else:
+            points = {depth: "prefill"} if (depth := self.grid.deepest_in(start, end)) else {}
+            if start < prompt_end <= end:
+                points[prompt_end] = "prompt_end"
+            if start < request.hold.branch <= end:
+                points[request.hold.branch] = "branch"
+        return [
+            (depth, kind)
+            for depth, kind in sorted(points.items())
+            if self._wants(request, kind, depth) or self._wants(request, "turn_end", depth)
+        ]
+
+    def _wants(self, request: Request, kind: CheckpointKind, depth: int) -> bool:
+        is_second = 0 < depth <= request.hold.branch
+        return self.retention.wants(kind, depth, prompt_len=request.num_prompt, is_second_hit=is_second)
+
+    def _slot(self) -> int | None:
+        books = self._ledger.books
+        if not books.has_room(0, 1):
+            self._put_aside(self.tree.evict_states(1))
+        return self._ledger.take_slot() if books.has_room(0, 1) else None
+
+    def _insert(self, request: Request, depth: int, slot: int | None, kind: CheckpointKind) -> bool:
+        """Register the first `depth` tokens; True if the tree took the slot. The request then stands on that path."""
+        hold = request.hold
+        self._spell(request)
+        done = self.tree.insert(
+            request.namespace, hold.ids, depth, request.pages, state=slot, kind=kind, start=self._start(hold, depth)
+        )
+        if depth > hold.depth:
+            pin = self.tree.pin_at(request.namespace, hold.ids, depth, start=self._start(hold, depth))
+            if hold.pin is not None:
+                self.tree.unpin(hold.pin)
+            hold.pin, hold.depth = pin, depth
+        return done.is_state_taken
+
+    @staticmethod
+    def _start(hold: CacheHold, depth: int) -> Pin | None:
+        """A place on the way to `depth`, to save the walk."""
+        return hold.pin if hold.pin is not None and hold.depth <= depth else None
+
+    def stats(self) -> dict[str, object]:
+        """For `Engine.stats`."""
+        tree, counts = self.tree.stats(), self.counts
+        return {
+            "cache_lookup_tokens": counts.lookup_tokens,
+            "cache_hit_tokens": counts.hit_tokens,
+            "cache_hit_share": counts.hit_tokens / counts.lookup_tokens if counts.lookup_tokens else 0.0,
+            "cache_tokens": tree.num_tokens,
+            "cache_states": tree.num_states,
+            "cache_tombstones": tree.num_tombstones,
+            "cache_evicted_nodes": tree.num_evicted_nodes,
+            "cache_evicted_states": tree.num_evicted_states,
+            "cache_superseded": tree.num_superseded,
+            "num_snapshots": counts.snapshots,
+            "num_skipped_snapshots": counts.skipped_snapshots,
+            **({} if self.tier is None else self.tier.stats()),
+        }
+
+    def _spell(self, request: Request) -> None:
+        """Bring hold.ids up to the tokens known."""
+        ids = request.hold.ids
+        fresh = request.tokens[len(ids) :]
+        if not ids:
+            fresh = spell(fresh, request.media)
+        ids.extend(fresh)
+
+
+def spell(tokens: array[int], media: tuple[MediaRun, ...]) -> array[int]:
+    """A copy of prompt ids in which every place of a picture has an id of its own, made from the picture's bytes."""
+    ids = array("q", tokens)
+    for run in media:
+        picture = blake2b(run.item.pixels, digest_size=16, key=repr((run.item.grid, run.item.patch_size)).encode())
+        for at in range(run.first, run.last):
+            place = blake2b(picture.digest(), digest_size=8, key=(at - run.first).to_bytes(4, "little")).digest()
+            ids[at] = -1 - (int.from_bytes(place, "little") >> 1)
+    return ids
+
+
+def namespace_of(adapter: str | None, salt: str, policy_version: int) -> bytes:
+    """Prefixes are shared within an adapter version, a salt and a policy version only."""
+    return repr((adapter, salt, policy_version)).encode()
