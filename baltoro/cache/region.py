@@ -81,7 +81,7 @@ class Region:
         ids = [self._free_ids.pop() for _ in places]
         where = np.array(places, dtype=np.int64)
         self._ids[where] = ids
-        self._physical[ids] = self.base + self.step * where
+        self._physical[ids] = self._place_ids(where)
         self._holders[ids] = 1
         self.extent = max(self.extent, *places) if places else self.extent
         self.num_used += count
@@ -92,18 +92,16 @@ class Region:
 
         `extent` is at least `smallest_extent(0)`, so nothing beyond it is held and the holes suffice.
         """
-        moves = []
-        for source in range(self.extent, extent, -1):
-            block = int(self._ids[source])
-            if not block:
-                continue
-            target = self._pop_hole()
-            self._ids[source], self._ids[target] = 0, block
-            self._physical[block] = self._place_id(target)
-            moves.append((self._place_id(source), self._place_id(target)))
+        beyond = self._ids[extent + 1 : self.extent + 1]
+        sources = np.flatnonzero(beyond)[::-1] + extent + 1
+        blocks = self._ids[sources]
+        targets = np.array([self._pop_hole() for _ in sources], dtype=np.int64)
+        self._ids[sources], self._ids[targets] = 0, blocks
+        moves = zip(self._place_ids(sources).tolist(), self._place_ids(targets).tolist(), strict=True)
+        self._physical[blocks] = self._place_ids(targets)
         self.extent = min(self.extent, extent)
         self._trim()
-        return moves
+        return list(moves)
 
     # ---- holders -------------------------------------------------------------------------------------------------
     def share(self, ids: Iterable[int]) -> None:
@@ -120,13 +118,11 @@ class Region:
         if not is_good.all():
             np.add.at(self._holders, blocks, 1)
             self._need(blocks, is_good, "was released twice")
-        for block in dict.fromkeys(blocks[self._holders[blocks] == 0].tolist()):
-            self.num_used -= 1
-            if self._holds[block]:
-                self.num_pending += 1
-            else:
-                self._free(block)
-        self._trim()
+        ended = np.unique(blocks[self._holders[blocks] == 0])
+        is_held = self._holds[ended] > 0
+        self.num_used -= len(ended)
+        self.num_pending += int(is_held.sum())
+        self._free(ended[~is_held])
 
     def hold(self, ids: Iterable[int]) -> None:
         """Keep each in its place. Errors: LeakError for a block without holders; nothing is changed then."""
@@ -147,10 +143,9 @@ class Region:
         loose = blocks[self._holds[blocks] == 0]
         if len(loose):
             self._edge = None
-        for block in dict.fromkeys(loose[self._holders[loose] == 0].tolist()):
-            self.num_pending -= 1
-            self._free(block)
-        self._trim()
+        ended = np.unique(loose[self._holders[loose] == 0])
+        self.num_pending -= len(ended)
+        self._free(ended)
 
     # ---- questions -----------------------------------------------------------------------------------------------
     def holders(self, block: int) -> int:
@@ -182,7 +177,7 @@ class Region:
         placed = np.flatnonzero(ids) + 1
         blocks = self._ids[placed]
         pending = np.flatnonzero((self._holds > 0) & (self._holders == 0))
-        held = [self._place(block) for block in np.flatnonzero(self._holds > 0).tolist()]
+        edge = int(self._places(np.flatnonzero(self._holds > 0)).max(initial=0))
         holes = {place for place in self._holes if place <= self.extent and not self._ids[place]}
         mapped = set(np.flatnonzero(self._physical > 0).tolist())
         for what, is_good in (
@@ -192,7 +187,7 @@ class Region:
             ("used or pending blocks are miscounted", (len(self.used_ids()), len(pending)) == self._counts()),
             ("the extent does not end with a block", self.extent == int(placed.max(initial=0))),
             ("holes are lost", len(holes) == self.num_holes),
-            ("the held edge is wrong", self._edge in (None, max(held, default=0))),
+            ("the held edge is wrong", self._edge in (None, edge)),
             ("free ids and placed ones are not all", sorted([*self._free_ids, *mapped]) == [*range(1, self.count + 1)]),
             ("the sentinels were written", self._physical[0] == 0 and self._physical[-1] == FREE),
         ):
@@ -204,11 +199,9 @@ class Region:
     def _counts(self) -> tuple[int, int]:
         return self.num_used, self.num_pending
 
-    def _place_id(self, place: int) -> int:
-        return self.base + self.step * place
-
-    def _place(self, block: int) -> int:
-        return (int(self._physical[block]) - self.base) * self.step
+    def _place_ids(self, places: Ids) -> Ids:
+        """Physical ids."""
+        return self.base + self.step * places
 
     def _places(self, blocks: Ids) -> Ids:
         return (self._physical[blocks] - self.base) * self.step
@@ -230,12 +223,14 @@ class Region:
         if not is_good.all():
             raise LeakError(f"{self.kind} {int(blocks[~is_good][0])} {what}")
 
-    def _free(self, block: int) -> None:
-        place = self._place(block)
-        self._ids[place] = 0
-        self._physical[block] = FREE
-        self._free_ids.append(block)
-        heapq.heappush(self._holes, place)
+    def _free(self, blocks: Ids) -> None:
+        places = self._places(blocks)
+        self._ids[places] = 0
+        self._physical[blocks] = FREE
+        self._free_ids += blocks.tolist()
+        for place in places.tolist():
+            heapq.heappush(self._holes, place)
+        self._trim()
 
     def _pop_hole(self) -> int:
         while True:

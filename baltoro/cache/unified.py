@@ -4,13 +4,13 @@
                      ^ hole        \\__ one stretch __/         ^ hole
 
 Virtual ids above, physical ids below. What is released leaves a hole, which the next taking of its kind fills. Only
-when a taking needs bytes that the other kind's extent covers are blocks at the border of that extent moved into its holes
-(one BookMove each), just as many as needed. A block that is held does not move, and bounds what its neighbours can
-make free: `has_room` counts exactly what is possible now.
+when a taking needs bytes that the other kind covers, blocks at the other kind's border are moved into its holes (one
+BookMove each), just as many as needed. A block that is held does not move, and bounds what its neighbours can make
+free: `has_room` counts exactly what is possible now.
 
 In: the shape of the arena. Out: ids and moves (`books.py` has the contract).
-Invariants: extent == live + holes + pending on each side (`region.py`); the two extents never overlap by a byte; a refused
-taking changes nothing; the moves of one taking have no place in common and move no block twice.
+Invariants: extent == live + holes + pending on each side (`region.py`); the two extents never overlap by a byte; a
+refused taking changes nothing; the moves of one taking have no place in common and move no block twice.
 Single writer: the scheduler. No bytes here (`pool.py`).
 """
 
