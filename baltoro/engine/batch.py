@@ -25,6 +25,7 @@ from typing import Literal, Protocol
 import numpy as np
 
 from baltoro.cache.pages import pages_for
+from baltoro.engine.adapters import Install
 from baltoro.engine.request import DueSnapshot, MediaRun, Request, has_penalty
 from baltoro.protocol.completion import TopLogprob
 from baltoro.protocol.sampling import SamplingParams
@@ -103,6 +104,7 @@ class Span:
     slot, pages   physical; pages int64 [pages of all it sees]
     targets       prompt tokens to be scored, the first of them by the logits of row `first_target` of the span
     snapshots     of a prefill: taken inside the forward; those of decodes are in the plan's `after`
+    adapter       adapter slot, 0 for the base
     """
 
     request: Request
@@ -117,6 +119,7 @@ class Span:
     num_top: int = 0
     media: tuple[MediaRun, ...] = ()
     snapshots: tuple[SpanSnapshot, ...] = ()
+    adapter: int = 0
 
     @property
     def end(self) -> int:
@@ -129,13 +132,14 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One step: decodes first. `num_decodes` leading spans take the decode kernels. `moves` are made before the layers
-    run, `after` behind them."""
+    """One step: decodes first. `num_decodes` leading spans take the decode kernels. `moves` and `installs` (adapters
+    into their slots) are made before the layers run, `after` behind them."""
 
     spans: tuple[Span, ...]
     num_decodes: int
     moves: tuple[Move, ...] = ()
     after: tuple[Move, ...] = ()
+    installs: tuple[Install, ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -223,7 +227,7 @@ class PlanBuilder:
         request.num_planned += length
         request.num_in_flight += 1
 
-    def build(self, memory: PlanMemory) -> Plan:
+    def build(self, memory: PlanMemory, installs: tuple[Install, ...] = ()) -> Plan:
         """Freeze it. Order of spans: decodes first; draws are counted in that order."""
         drafts = [d for d in self.drafts if d.is_decode] + [d for d in self.drafts if not d.is_decode]
         marks = [memory.snapshots(draft) for draft in drafts]  # may move blocks, so before ids become physical
@@ -235,7 +239,7 @@ class PlanBuilder:
             if span.draw is not None:
                 span.request.drawn_at = place
                 place += 1
-        return Plan(spans, sum(d.is_decode for d in drafts), memory.collect_moves(), tuple(after))
+        return Plan(spans, sum(d.is_decode for d in drafts), memory.collect_moves(), tuple(after), installs)
 
     def __bool__(self) -> bool:
         return bool(self.drafts)
@@ -281,6 +285,7 @@ def _span(draft: Draft, taken: tuple[DueSnapshot, ...], memory: PlanMemory) -> S
         num_top=request.params.prompt_logprobs or 0,
         media=tuple(run for run in request.media if run.first < end and run.last > start),
         snapshots=snapshots,
+        adapter=request.adapter_slot,
     )
 
 
