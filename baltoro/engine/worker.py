@@ -189,9 +189,7 @@ class Worker:
                 weights = adapter_from_bytes(message.tensors, message.config, engine.model_config)
                 engine.load_adapter(message.name, weights)
         except UserError as error:
-            ack = Ack(
-                call_id=message.call_id, error=str(error), error_status=error.status, error_param=error.param
-            )
+            ack = Ack(call_id=message.call_id, error=str(error), error_status=error.status, error_param=error.param)
             self._outbox.send(ack)
             return
         self._outbox.send(Ack(call_id=message.call_id, info={"adapters": engine.adapters.facts()}))

@@ -41,7 +41,6 @@ from baltoro.protocol.worker import (
     UnloadAdapter,
 )
 
-
 LOAD_TIMEOUT_S = 600.0
 """How long an adapter may take to be read and checked."""
 
@@ -131,7 +130,6 @@ class Worker(Protocol):
 
     async def flush(self) -> None:
         """Forget cached prefixes. Errors: RequestError with the engine's reason when it cannot."""
-
 
     async def load_adapter(
         self, name: str, *, path: str | None = None, tensors: bytes = b"", config: Mapping[str, Any] | None = None
@@ -262,9 +260,7 @@ class WorkerClient:
         # With no high-water mark a send is done at once; the future holds an error only if the socket is broken.
         self._socket.send_multipart([self._engine, self._encoder.encode(message)], copy=True)
 
-    async def _call(
-        self, message: Query | Flush | LoadAdapter | UnloadAdapter, timeout_s: float | None = -1.0
-    ) -> Ack:
+    async def _call(self, message: Query | Flush | LoadAdapter | UnloadAdapter, timeout_s: float | None = -1.0) -> Ack:
         """The engine's answer. `timeout_s`: None waits as long as the engine lives; -1 is the client's own."""
         self._check()
         timeout_s = self._call_timeout_s if timeout_s == -1.0 else timeout_s
