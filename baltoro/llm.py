@@ -80,8 +80,8 @@ class LLM:
     ) -> list[Completion]:
         """Complete each prompt (text, in which control tokens are plain text, or ids) n times.
 
-        `params`: one for all, or one a prompt. `adapter`: a loaded one. `progress` shows a bar on stderr. `on_tokens` sees every delta as it
-        comes. Errors: RequestError, ContextLengthError before anything runs.
+        `params`: one for all, or one a prompt. `adapter`: a loaded one. `progress` shows a bar on stderr. `on_tokens` sees
+        every delta as it comes. Errors: RequestError, ContextLengthError before anything runs.
         """
         texts = _as_list(prompts)
         ids = [self.tokenizer.encode(p) if isinstance(p, str) else list(p) for p in texts]

@@ -20,7 +20,8 @@ from baltoro.protocol.openai import json_schemas
 from baltoro.protocol.openai_reply import ModelCard, ModelList
 from baltoro.protocol.sampling import SamplingParams
 from baltoro.protocol.worker import Submit
-from baltoro.server import adapters, chat, completions, errors, generate, native
+from baltoro.server import adapter_routes, chat, completions, errors, generate, native
+from baltoro.server.adapters import LoadedAdapters
 from baltoro.server.client import Worker
 from baltoro.server.config import ServerConfig
 from baltoro.server.health import CONTENT_TYPE, Metrics
@@ -34,7 +35,7 @@ METRICS_TIMEOUT_S = 2.0
 
 def create_app(config: ServerConfig, worker: Worker, tokenizer: Tokenizer) -> FastAPI:
     """An application. The worker must be ready."""
-    loaded = adapters.LoadedAdapters(worker.info.get("adapters", {}))
+    loaded = LoadedAdapters(worker.info.get("adapters", {}))
     service = Service(config, worker, tokenizer, Metrics(config.model_name), int(time.time()), loaded)
     app = _Described(title="baltoro", description="A model of the Kimi K3 architecture over the OpenAI API.")
     errors.install(app)
@@ -43,7 +44,7 @@ def create_app(config: ServerConfig, worker: Worker, tokenizer: Tokenizer) -> Fa
     async def needs_key(request: Request) -> None:
         check_key(request, config.api_key)
 
-    for module in (chat, completions, generate, native, adapters):
+    for module in (chat, completions, generate, native, adapter_routes):
         app.include_router(module.router(service), dependencies=[Depends(needs_key)])
     app.include_router(_models(service), dependencies=[Depends(needs_key)])
     return app
@@ -56,7 +57,7 @@ class _Described(FastAPI):
         if self.openapi_schema is None:
             schemas: dict[str, Any] = super().openapi().setdefault("components", {}).setdefault("schemas", {})
             schemas.update(json_schemas(SCHEMA_REF))
-            own = (generate.GenerateBody, native.AbortBody, *adapters.BODIES)
+            own = (generate.GenerateBody, native.AbortBody, *adapter_routes.BODIES)
             _, components = msgspec.json.schema_components(own, ref_template=SCHEMA_REF.replace("model", "name"))
             schemas.update(components)
         return super().openapi()
@@ -97,13 +98,13 @@ def _models(service: Service) -> APIRouter:
     @routes.get("/v1/models")
     async def models() -> Response:
         """The model of this server, and its adapters."""
-        return json_reply(ModelList(data=[card, *service.adapters.cards(service)]))
+        return json_reply(ModelList(data=[card, *service.adapters.cards(card)]))
 
     @routes.get("/v1/models/{name:path}")
     async def model(name: str) -> Response:
         """Facts of the model."""
         wanted = service.label(service.select(name))
-        cards = (card, *service.adapters.cards(service))
+        cards = (card, *service.adapters.cards(card))
         return json_reply(next(one for one in cards if one.id == wanted))
 
     @routes.get("/health_generate")
