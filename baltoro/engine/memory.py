@@ -197,14 +197,16 @@ class Memory:
             self.cache.tier.close()
 
     def audit(self, requests: Iterable[Request]) -> None:
-        """Compare the books with what `requests` (all that hold memory) and the cache say they hold. Errors:
-        LeakError."""
-        holdings = []
+        """Compare the books with what `requests` (all that are alive or leaving) and the cache say they hold, and add
+        the cache up. Errors: LeakError."""
+        holdings, holds = [], []
         for request in requests:
             hold = request.hold
+            holds.append(hold)
             slots = [due.slot for due in (*hold.due, hold.tracked) if due is not None]
             slots += [] if request.slot is None else [request.slot]
             holdings.append(Holding(request.name, request.pages, slots))
         if self.cache is not None:
+            self.cache.audit(holds)
             holdings += self.cache.holdings()
         audit(self.books, holdings)

@@ -25,7 +25,7 @@ from baltoro.engine.batch import Draft
 from baltoro.engine.ledger import Ledger
 from baltoro.engine.request import CacheHold, DueSnapshot, MediaRun, Request
 from baltoro.engine.tiers import Find, HostTier
-from baltoro.errors import InvariantError
+from baltoro.errors import InvariantError, LeakError
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,6 +267,15 @@ class PrefixCache:
 
     def holdings(self) -> list[Holding]:
         return self.tree.holdings()
+
+    def audit(self, holds: Sequence[CacheHold]) -> None:
+        """Tree and host tier add up, and every receipt that is out is in one of `holds`. Errors: LeakError."""
+        self.tree.audit()
+        held, out = sum(hold.pin is not None for hold in holds), self.tree.stats().num_pins
+        if held != out:
+            raise LeakError(f"{out} receipts of the prefix tree are out, requests hold {held}")
+        if self.tier is not None:
+            self.tier.audit(hold.backup for hold in holds)
 
     # ---- helpers ---------------------------------------------------------------------------------------------------
     def _points(self, draft: Draft) -> list[tuple[int, CheckpointKind]]:

@@ -13,7 +13,7 @@ Single writer: the scheduler, through `prefix.py`. Source: spec/serving.md A.8.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
@@ -24,6 +24,7 @@ from baltoro.cache.tier import Tier, TierStats, promote, spill
 from baltoro.engine.batch import Move
 from baltoro.engine.ledger import Ledger
 from baltoro.engine.request import HostBackup, Request
+from baltoro.errors import LeakError
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +146,7 @@ class HostTier:
         if self.third is None:
             return
         for done in self.third.landed():
-            if done.kind == "get":
+            if done.kind == "get" and done.digest in self._asked:  # else it was forgotten meanwhile
                 self._asked.discard(done.digest)
                 if done.record is not None:
                     promote(done.record, self.book, self.store, self.third)
@@ -202,6 +203,10 @@ class HostTier:
             self.book.cancel(ticket)
 
     def flush(self) -> None:
+        """Forget everything that nobody holds. What is listed to be written, or on its way up, will not be found."""
+        self._spent += self._new
+        self._new = []
+        self._asked.clear()
         self.book.clear()
         if self.third is not None:
             self.third.clear()
@@ -210,6 +215,15 @@ class HostTier:
         """Finish what is pending in the third tier."""
         if self.third is not None:
             self.third.close()
+
+    def audit(self, backups: Iterable[HostBackup | None]) -> None:
+        """The books add up, and every receipt that is out is in `backups`, listed or in flight. Errors: LeakError."""
+        self.book.audit()
+        tickets = len(self._new) + len(self._spent) + sum(len(new) + len(spent) for new, _, spent in self._flights)
+        tickets += sum(len(backup.tickets) for backup in backups if backup is not None)
+        pins = len(self._pins) + sum(len(pins) for _, pins, _ in self._flights)
+        if (pins, tickets) != self.book.num_receipts:
+            raise LeakError(f"{self.book.num_receipts} host pins and tickets are out, {(pins, tickets)} are held")
 
     def stats(self) -> dict[str, object]:
         """For `Engine.stats`."""
