@@ -60,7 +60,7 @@ class Scheduler:
         self.counts = Counts()
         self.policy_version = 0
         self.wants_quiet = False
-        self.classes = LongShort(config)
+        self.classes = LongShort(config, memory.books.pages.count * memory.page_size)
         self._alive: dict[str, list[Request]] = {}
         self._leaving: list[Request] = []  # ended, but still part of a plan in flight
         self._num_flights = 0
@@ -124,6 +124,7 @@ class Scheduler:
         self.counts.steps += 1
         self.wants_quiet = False
         self.memory.poll()
+        self.classes.start_step()
         self._retract_for_debugging()
         before = self.counts.retractions
         self._start_forks()
@@ -185,7 +186,6 @@ class Scheduler:
 
     def _admit(self, builder: PlanBuilder) -> None:
         """New requests in order of precedence; a class that has spent its share lets the other pass."""
-        self.classes.start_step()
         while builder.room and len(self.running) < self.max_running:
             ready = (request for request in self.waiting if not self.memory.is_loading(request))
             request = self.classes.next(ready, self.running)
