@@ -182,7 +182,7 @@ class PrefixCache:
     def snapshots(self, draft: Draft) -> tuple[DueSnapshot, ...]:
         """States to be kept on the way through a span: at its deepest grid point, the end of the prompt, the fork; of
         a decode at every interval. Without a slot for one, it is left out."""
-        if not self._has_states:
+        if not self._has_states or (draft.is_decode and self._is_plain(draft)):
             return ()
         taken = []
         for depth, kind in self._points(draft):
@@ -199,6 +199,8 @@ class PrefixCache:
         """Donate the snapshots that have landed; one that is worth keeping only if the request ends here is kept
         back until the next one lands."""
         hold = request.hold
+        if not hold.due and (hold.pin is None or not hold.pin.has_state):  # as in most steps of a decode
+            return
         if hold.pin is not None and hold.pin.has_state:  # restored: the state may go, the path is still of use
             pin = self.tree.pin_at(request.namespace, hold.ids, hold.depth, start=hold.pin)
             self.tree.unpin(hold.pin)
@@ -222,7 +224,9 @@ class PrefixCache:
         unwanted = [due.slot for due in hold.due]  # never landed
         hold.due = []
         depth = self.grid.floor_endpoint(request.num_computed)
-        is_on_grid = self._has_states and 0 < depth == request.num_computed == self.grid.floor(depth)
+        # a row that ran over the end has changed the working slot, though nobody will see what it computed
+        is_whole = self._has_states and request.num_planned == request.num_computed
+        is_on_grid = is_whole and 0 < depth == request.num_computed == self.grid.floor(depth)
         if hold.tracked is not None:
             is_last = not is_on_grid and hold.tracked.depth > hold.state_depth
             if not (is_last and self._insert(request, hold.tracked.depth, hold.tracked.slot, "turn_end")):
@@ -278,6 +282,10 @@ class PrefixCache:
             self.tier.audit(hold.backup for hold in holds)
 
     # ---- helpers ---------------------------------------------------------------------------------------------------
+    def _is_plain(self, draft: Draft) -> bool:
+        """Whether a decode passes no boundary; most do."""
+        return draft.end > draft.request.num_prompt and draft.end % self.grid.interval != 0
+
     def _points(self, draft: Draft) -> list[tuple[int, CheckpointKind]]:
         request, start, end = draft.request, draft.start, draft.end
         prompt_end = self.grid.floor(request.num_prompt - 1)
@@ -323,24 +331,6 @@ class PrefixCache:
     def _start(hold: CacheHold, depth: int) -> Pin | None:
         """A place on the way to `depth`, to save the walk."""
         return hold.pin if hold.pin is not None and hold.depth <= depth else None
-
-    def stats(self) -> dict[str, object]:
-        """For `Engine.stats`."""
-        tree, counts = self.tree.stats(), self.counts
-        return {
-            "cache_lookup_tokens": counts.lookup_tokens,
-            "cache_hit_tokens": counts.hit_tokens,
-            "cache_hit_share": counts.hit_tokens / counts.lookup_tokens if counts.lookup_tokens else 0.0,
-            "cache_tokens": tree.num_tokens,
-            "cache_states": tree.num_states,
-            "cache_tombstones": tree.num_tombstones,
-            "cache_evicted_nodes": tree.num_evicted_nodes,
-            "cache_evicted_states": tree.num_evicted_states,
-            "cache_superseded": tree.num_superseded,
-            "num_snapshots": counts.snapshots,
-            "num_skipped_snapshots": counts.skipped_snapshots,
-            **({} if self.tier is None else self.tier.stats()),
-        }
 
     def _spell(self, request: Request) -> None:
         """Bring hold.ids up to the tokens known."""

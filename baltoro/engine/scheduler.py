@@ -113,8 +113,11 @@ class Scheduler:
 
     def audit(self) -> None:
         """Errors: LeakError when pages, slots and requests do not add up."""
-        alive = (request for group in self._alive.values() for request in group)
-        self.memory.audit(chain(alive, self._leaving))
+        self.memory.audit(self.holders())
+
+    def holders(self) -> list[Request]:
+        """All requests that may hold memory: those alive, and those that ended but are still in flight."""
+        return [*chain.from_iterable(self._alive.values()), *self._leaving]
 
     # ---- plan ----------------------------------------------------------------------------------------------------
     def plan(self) -> Plan | None:
@@ -158,11 +161,14 @@ class Scheduler:
                 self.waiting.push(child)
 
     def _plan_decodes(self, builder: PlanBuilder) -> None:
+        page_size = self.memory.page_size
         for request in list(self.running):
             if not builder.room:
                 return
-            is_due = request.state is State.RUNNING and request.num_remaining == 1 and request.can_advance
-            if is_due and self._make_room(request):
+            if request.state is not State.RUNNING or request.num_remaining != 1 or not request.can_advance:
+                continue
+            has_room = request.num_known <= len(request.pages) * page_size
+            if has_room or self._make_room(request):
                 builder.add(request, 1)
 
     def _plan_prefills(self, builder: PlanBuilder) -> None:

@@ -20,7 +20,7 @@ from hashlib import blake2b
 from baltoro.cache.evict import Evicted
 from baltoro.cache.host import HostBook, HostEntry, HostPin, Reserved
 from baltoro.cache.host_store import HostStore
-from baltoro.cache.tier import Tier, TierStats, promote, spill
+from baltoro.cache.tier import Tier, promote, spill
 from baltoro.engine.batch import Move
 from baltoro.engine.ledger import Ledger
 from baltoro.engine.request import HostBackup, Request
@@ -225,20 +225,6 @@ class HostTier:
         if (pins, tickets) != self.book.num_receipts:
             raise LeakError(f"{self.book.num_receipts} host pins and tickets are out, {(pins, tickets)} are held")
 
-    def stats(self) -> dict[str, object]:
-        """For `Engine.stats`."""
-        book = self.book.stats()
-        return {
-            "host_entries": book.num_entries,
-            "host_pinned": book.num_pinned,
-            "host_states": book.num_states_used,
-            "host_usage": book.num_blocks_used / book.num_blocks if book.num_blocks else 0.0,
-            "host_written_total": book.num_landed_total,
-            "host_spilled_total": book.num_spilled_total,
-            "host_loaded_tokens": self.num_loaded_tokens,
-            **({} if self.third is None else _third_stats(self.third.stats())),
-        }
-
     # ---- helpers ---------------------------------------------------------------------------------------------------
     def _reserve(self, digest: bytes, parent: bytes, depth: int, *, has_state: bool) -> Reserved:
         if not self.store.shape.num_states:
@@ -260,13 +246,3 @@ class HostTier:
     def _load_state(self, request: Request, entry: HostEntry) -> None:
         if entry.state is not None and request.slot is not None:
             self._ledger.note(Move("load_state", self._ledger.books.slots.physical(request.slot), entry.state))
-
-
-def _third_stats(stats: TierStats) -> dict[str, object]:
-    return {
-        "disk_entries": stats.num_entries,
-        "disk_bytes": stats.num_bytes,
-        "disk_written_total": stats.num_written_total,
-        "disk_read_total": stats.num_read_total,
-        "disk_bad_total": stats.num_bad_total,
-    }
