@@ -18,7 +18,7 @@ def test_a_working_slot_that_ran_over_the_end_is_not_kept(overlap: bool) -> None
             StubModel(can_end=True), prefix_cache=True, hash_endpoint=4, track_interval=400, overlap=overlap
         )
         prompt = [(7 * n + 3 * i) % 59 for i in range(n % 13 + 3)]
-        submit(engine, "a", prompt, max_tokens=30, temperature=0.9, seed=n)
+        submit(engine, "a", prompt, max_tokens=40, temperature=0.9, seed=n)
         found = tokens_of(run(engine)["a", 0])
         num_on_grid += found[-1] == EOS and (len(prompt) + len(found) - 1) % 4 == 0
         check_tree(engine)
