@@ -49,7 +49,7 @@ class Memory:
         return self._enter(request, self.cache.nothing(request), held, reserve)
 
     def _enter(self, request: Request, found: Found, held: int, reserve: int) -> bool:
-        num_full = found.device_depth // self.page_size
+        num_full = min(found.device_depth // self.page_size, len(found.pages))  # none where there is no KV
         wanted = pages_for(len(request.tokens), self.page_size) - num_full
         if not self._can_have(wanted, held, reserve) or not self._make_room(wanted, 1):
             return False

@@ -143,7 +143,7 @@ class PrefixCache:
             hold.backup = None
             return
         assert found.match is not None
-        if found.device_depth % self._ledger.page_size:
+        if found.pages and found.device_depth % self._ledger.page_size:
             self._ledger.copy_page(found.pages[-1], own[0])
         hold.pin, hold.depth = found.pin, found.device_depth
         hold.branch = found.match.branch if found.match.branch > found.depth else 0
