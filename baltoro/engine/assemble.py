@@ -54,7 +54,8 @@ def build_memory(
     elif config.disk_cache_dir:
         raise ConfigError("a disk tier stands behind the host tier: give host_cache_bytes too")
     is_backing_up = config.retract_to == "host"
-    return pool, Memory(ledger, PrefixCache(tree, ledger, tree.retention, tier=tier, is_backing_up=is_backing_up)), store
+    cache = PrefixCache(tree, ledger, tree.retention, tier=tier, is_backing_up=is_backing_up)
+    return pool, Memory(ledger, cache), store
 
 
 def build_books(config: EngineConfig, layout: ArenaLayout, plan: MemoryPlan, *, chunk: int) -> Memory:

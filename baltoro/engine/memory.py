@@ -19,7 +19,7 @@ from baltoro.cache.pages import pages_for
 from baltoro.engine.batch import Draft, Move
 from baltoro.engine.ledger import Ledger
 from baltoro.engine.prefix import Found, PrefixCache
-from baltoro.engine.request import DueSnapshot, Request
+from baltoro.engine.request import DueSnapshot, Places, Request
 from baltoro.errors import InvariantError
 
 
@@ -64,7 +64,7 @@ class Memory:
 
     def grow(self, request: Request, num_tokens: int) -> bool:
         """Pages for `num_tokens`; False, with nothing taken, if they cannot be had."""
-        missing = pages_for(num_tokens, self.page_size) - len(request.pages)
+        missing = -(-num_tokens // self.page_size) - len(request.pages)
         if missing <= 0:
             return True
         if not self._make_room(missing, 0):
@@ -103,7 +103,7 @@ class Memory:
         elif self.cache is not None:
             self.cache.forget(request)
         request.pages = array("q")
-        request.slot = None
+        request.slot = request.places = None
         request.num_computed = request.num_planned = 0
 
     def shed(self, requests: Iterable[Request]) -> bool:
@@ -146,9 +146,15 @@ class Memory:
     def physical_slot(self, slot: int) -> int:
         return self.books.slots.physical(slot)
 
-    def physical_pages(self, request: Request, end: int) -> np.ndarray:
-        """int64, as many as hold the first `end` positions."""
-        return self.ledger.physical_pages(request.pages[: pages_for(end, self.page_size)])
+    def places(self, request: Request, end: int) -> tuple[int, np.ndarray]:
+        """Physical slot of `request`, and int64 the pages that hold its first `end` positions. Looked up again only
+        when a block was moved or the request got more pages."""
+        places, num_moves = request.places, self.books.num_moves
+        if places is None or places.num_moves != num_moves or len(places.pages) != len(request.pages):
+            assert request.slot is not None
+            pages = self.ledger.physical_pages(request.pages)
+            places = request.places = Places(num_moves, self.books.slots.physical(request.slot), pages)
+        return places.slot, places.pages[: -(-end // self.page_size)]
 
     def freeze(self) -> None:
         """A plan is in flight: what it names may not be moved."""
