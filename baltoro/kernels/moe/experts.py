@@ -4,8 +4,9 @@
 
 Weights are dense [E, out, in], or packed MXFP4 that is dequantised on use, a few experts at a time, and never written.
 Product with the routing weight and the sum over experts in the accumulate dtype, in the order of `ids`, rounded once:
-a token's result does not depend on who else is in the batch beyond the rounding of matrix products. Two forms of the
-same: token-centric (gather the weights of each pair; decode) and grouped by expert (prefill, training).
+a token's result does not depend on who else is in the batch beyond the rounding of matrix products. Three forms of the
+same: token-centric (gather the weights of each pair; decode), grouped by expert (prefill, training), and every token
+through every expert (a batched decode that hits most of a few small experts anyway: three products instead of many).
 Source: spec/k3.md 3.7 steps 6 and 7, spec/kernels.md E.4.
 """
 
@@ -26,6 +27,9 @@ Activation = Callable[[Tensor, Tensor], Tensor]
 
 # Up to this many (token, expert) pairs the weights are gathered per pair; beyond, experts are visited once each.
 MAX_GATHERED_PAIRS = 32
+# Every token goes through every expert where that is at most so many multiplications a matrix, and at most so many times
+# those that are needed: below, the time goes into starting products, not into doing them (2 CPU cores, 2026-11-30).
+MAX_EVERYWHERE, MAX_WASTE = 1 << 22, 8
 # Packed weights are dequantised as many experts at a time as fit into this many elements, at least one.
 DEQUANTISE_AT_ONCE = 1 << 22
 
@@ -78,8 +82,11 @@ def expert_product(
     fake_weights: dense weights pass through MXFP4 fake quantisation. fake_activations: the inputs of both products pass
     through MXFP8 fake quantisation. Gradients are straight-through.
     """
-    form = gathered if ids.numel() <= MAX_GATHERED_PAIRS else grouped
     experts = experts.fake() if fake_weights else experts
+    if ids.numel() <= MAX_GATHERED_PAIRS:
+        form = gathered
+    else:
+        form = everywhere if _is_small(ids, experts) and not torch.is_grad_enabled() else grouped
     return form(z, ids, weights, experts, activation=activation, fake_activations=fake_activations)
 
 
@@ -119,6 +126,35 @@ def grouped(
     hidden = activation(_linear(pairs, experts.w1, groups), _linear(pairs, experts.w3, groups))
     out = _linear(mxfp8.fake(hidden) if fake_activations else hidden, experts.w2, groups)
     return _combine(_scatter(out, place, order, 1), weights, z)
+
+
+def everywhere(
+    z: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    experts: ExpertWeights,
+    *,
+    activation: Activation,
+    fake_activations: bool = False,
+) -> Tensor:
+    """`expert_product` for few and small experts: all of them work on all tokens, and each token picks its own."""
+    every = torch.arange(_num_experts(experts), device=z.device)
+    w1, w3, w2 = experts.take(every, z.dtype)
+    rows = (mxfp8.fake(z) if fake_activations else z).expand(len(every), *z.shape)
+    hidden = activation(torch.bmm(rows, w1.mT), torch.bmm(rows, w3.mT))
+    out = torch.bmm(mxfp8.fake(hidden) if fake_activations else hidden, w2.mT)  # [E, T, M]
+    tokens = torch.arange(len(z), device=z.device).unsqueeze(1)
+    return _combine(out[ids, tokens], weights, z)
+
+
+def _num_experts(experts: ExpertWeights) -> int:
+    return len(experts.w1.packed if isinstance(experts.w1, Packed) else experts.w1)
+
+
+def _is_small(ids: Tensor, experts: ExpertWeights) -> bool:
+    weight = experts.w1.packed if isinstance(experts.w1, Packed) else experts.w1
+    num_experts, size = len(weight), weight[0].numel() * (2 if isinstance(experts.w1, Packed) else 1)
+    return num_experts * len(ids) * size <= MAX_EVERYWHERE and num_experts <= MAX_WASTE * ids.shape[1]
 
 
 def _combine(out: Tensor, weights: Tensor, z: Tensor) -> Tensor:
