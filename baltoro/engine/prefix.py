@@ -310,7 +310,7 @@ class PrefixCache:
     def _slot(self) -> int | None:
         books = self._ledger.books
         if not books.has_room(0, 1):
-            self._put_aside(self.tree.evict_states(1))
+            self.give_up(0, 1)
         return self._ledger.take_slot() if books.has_room(0, 1) else None
 
     def _insert(self, request: Request, depth: int, slot: int | None, kind: CheckpointKind) -> bool:
