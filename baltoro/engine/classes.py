@@ -25,7 +25,7 @@ class LongShort:
         """`num_tokens`: that the pool holds."""
         self._num_tokens = num_tokens
         self._limit, self._share = config.long_prompt_tokens, config.long_share
-        self._step_tokens = int(config.max_batch_tokens * config.long_share)
+        self._step_tokens = max(1, int(config.max_batch_tokens * config.long_share))  # of none nobody could live
         self._spent = 0
 
     def is_long(self, request: Request) -> bool:

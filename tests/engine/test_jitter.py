@@ -31,7 +31,10 @@ def test_a_late_device_changes_no_token(case: str) -> None:
     make_late(engine, seed=1)
     asked = {}
     for n in range(14):
-        prompt = [*range(random.choice([0, 9, 17])), *(random.randrange(VOCAB - 1) for _ in range(random.randint(1, 9)))]
+        prompt = [
+            *range(random.choice([0, 9, 17])),
+            *(random.randrange(VOCAB - 1) for _ in range(random.randint(1, 9))),
+        ]
         params: dict[str, Any] = {"max_tokens": random.randint(1, 16), "temperature": 0.9, "seed": n}
         asked[f"r{n}"] = (prompt, SamplingParams(**params))
         submit(engine, f"r{n}", prompt, **params)
