@@ -36,11 +36,11 @@ class AgentShape:
 class MixedShape:
     """Prompt and output tokens of both kinds, requests of each phase, and how long a phase lasts."""
 
-    short: tuple[int, int] = (200, 200)
-    long: tuple[int, int] = (24000, 200)
-    num_short: int = 400
-    num_long: int = 60
-    phase_s: float = 60.0
+    short: tuple[int, int] = (150, 150)
+    long: tuple[int, int] = (32000, 600)
+    num_short: int = 1000
+    num_long: int = 48
+    phase_s: float = 200.0
 
 
 def agent_trace(shape: AgentShape, seed: int = 0) -> list[TraceRequest]:

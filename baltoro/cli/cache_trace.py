@@ -92,9 +92,10 @@ def _pool(name: str) -> Literal["unified", "fixed"]:
     """Errors: ConfigError."""
     from baltoro.errors import ConfigError
 
-    if name == "unified" or name == "fixed":
-        return name
-    raise ConfigError(f"--pool {name!r} must be unified or fixed")
+    pools: dict[str, Literal["unified", "fixed"]] = {"unified": "unified", "fixed": "fixed"}
+    if name not in pools:
+        raise ConfigError(f"--pool {name!r} must be unified or fixed")
+    return pools[name]
 
 
 def _shape(name: str, tp: int) -> K3Config:
@@ -126,7 +127,7 @@ def _show(found: Replayed, console: Console) -> None:
         "prompt tokens": f"{found.prompt_tokens:,}",
         "found in the cache": f"{found.hit_tokens:,} ({totals['hit_share']:.1%})",
         "computed": f"{found.computed_tokens:,} ({totals['computed_share']:.1%})",
-    
+        "held by the tree, mean and most": f"{held}, {format_bytes(found.peak_held_bytes)}",
         "states superseded, evicted": f"{found.superseded:,}, {found.evicted_states:,}",
         "blocks moved": f"{found.moves:,}",
     }
