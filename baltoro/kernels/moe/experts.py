@@ -27,7 +27,7 @@ Activation = Callable[[Tensor, Tensor], Tensor]
 
 # Up to this many (token, expert) pairs the weights are gathered per pair; beyond, experts are visited once each.
 MAX_GATHERED_PAIRS = 32
-# Every token goes through every expert where that is at most so many multiplications a matrix, and at most so many times
+# Every token goes through every expert where that is at most so many multiplications a matrix, and so many times
 # those that are needed: below, the time goes into starting products, not into doing them (2 CPU cores, 2026-11-30).
 MAX_EVERYWHERE, MAX_WASTE = 1 << 22, 8
 # Packed weights are dequantised as many experts at a time as fit into this many elements, at least one.
