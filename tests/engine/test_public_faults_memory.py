@@ -14,6 +14,7 @@ from baltoro.engine.batch import ALIGNMENT, PlanBuilder
 from baltoro.engine.engine import Engine
 from baltoro.engine.prefix import namespace_of
 from baltoro.errors import InvariantError, QueueFull
+from baltoro.protocol.completion import TokenDelta
 from baltoro.protocol.sampling import SamplingParams
 from tests.engine.late import Gate
 from tests.engine.stub import StubModel, expected, make_engine, run, stub_config, submit, tokens_of
@@ -178,7 +179,7 @@ def test_memory_of_an_ended_request_stays_until_the_step_that_writes_it_is_back(
     third = expected(prompt_of(6, 2), GREEDY(max_tokens=3))[2]
     submit(engine, "a", prompt_of(6, 2), max_tokens=20, stop_token_ids=[third])
     submit(engine, "b", prompt_of(7, 1), max_tokens=5)
-    deltas = []
+    deltas: list[TokenDelta] = []
     while not any(delta.finish_reason for delta in deltas):
         before = used(engine)
         deltas = engine.step()
