@@ -139,6 +139,8 @@ class HostTier:
             if is_of_use and (digest in self._asked or self.third.prefetch(digest)):
                 asked.add(digest)
         self._asked |= asked
+        if asked:  # they count as used now, so that what comes does not push out the rest of its own prefix
+            self.book.unpin(self.book.pin(digest for digest in digests[:best] if self.book.lookup(digest)))
         return asked
 
     def poll(self) -> None:

@@ -126,7 +126,7 @@ def test_the_checkpoint_of_another_depth_would_be_seen(
     dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The KV of 192 tokens with the state of 128 is off by far more than any bound here."""
-    check_answers(_second_turn(make_engine("k3", dtype, options_of(STEPWISE, dtype, tmp_path))), "k3", dtype)
+    check_answers(_second_turn(make_engine("k3", dtype, options_of(STEPWISE, "k3", dtype, tmp_path))), "k3", dtype)
     find = PrefixCache.find
 
     def find_wrongly(cache: PrefixCache, request: Request) -> Found:
@@ -139,14 +139,14 @@ def test_the_checkpoint_of_another_depth_would_be_seen(
         return replace(found, match=replace(found.match, state=shallower.state))
 
     monkeypatch.setattr(PrefixCache, "find", find_wrongly)
-    report = _second_turn(make_engine("k3", dtype, options_of(STEPWISE, dtype, tmp_path)))
+    report = _second_turn(make_engine("k3", dtype, options_of(STEPWISE, "k3", dtype, tmp_path)))
     with pytest.raises(AssertionError, match="second/0"):
         check_answers(report, "k3", dtype)
 
 
 def test_a_state_lost_in_a_checkpoint_would_be_seen(tmp_path: Path) -> None:
     """Zeros in every state that the tree keeps change what is restored from it."""
-    engine = make_engine("k3", FLOAT32, options_of(STEPWISE, FLOAT32, tmp_path))
+    engine = make_engine("k3", FLOAT32, options_of(STEPWISE, "k3", FLOAT32, tmp_path))
     engine.add(Ask("first", words(1, 200)).submit)
     run(engine)
     for part in engine.pool.slot_views():
