@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -84,9 +83,17 @@ def test_what_a_slow_disk_brings_after_a_flush_is_not_found(tmp_path: Path, monk
     for at, prompt in enumerate(several):
         submit(engine, f"r{at}", prompt, max_tokens=4)
         run(engine)
-    gate = threading.Event()
+    gate, is_read = threading.Event(), threading.Event()
     work: Callable[..., Any] = DiskTier._do
-    monkeypatch.setattr(DiskTier, "_do", lambda tier, job: (gate.wait(30), work(tier, job))[1])
+
+    def slowly(tier: DiskTier, job: Any) -> Any:
+        gate.wait(30)
+        done = work(tier, job)
+        if job.kind == "get":
+            is_read.set()
+        return done
+
+    monkeypatch.setattr(DiskTier, "_do", slowly)
     submit(engine, "waits", several[0], max_tokens=4)
     assert engine.scheduler.waiting.head().hold.loading, "the disk was asked"  # type: ignore[union-attr]
     engine.flush()
@@ -95,9 +102,9 @@ def test_what_a_slow_disk_brings_after_a_flush_is_not_found(tmp_path: Path, monk
     engine.flush()
     num_read = engine.stats()["disk_read_total"]
     gate.set()
-    while engine.stats()["disk_read_total"] == num_read:  # the read comes to its end, late
+    assert is_read.wait(30), "the read comes to its end, late"
+    while engine.stats()["disk_read_total"] == num_read:
         engine.scheduler.memory.poll()
-        time.sleep(0.01)
     assert found(engine, several[1]) == found(engine, several[0]) == 0
     engine.close()
 
