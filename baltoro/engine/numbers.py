@@ -16,6 +16,7 @@ from baltoro.cache.tier import TierStats
 from baltoro.engine.memory import Memory
 from baltoro.engine.planner import MemoryPlan
 from baltoro.engine.prefix import PrefixCache
+from baltoro.engine.pressure import pressure
 from baltoro.engine.request import Request
 from baltoro.engine.scheduler import Scheduler
 from baltoro.engine.tiers import HostTier
@@ -29,6 +30,8 @@ def engine_numbers(scheduler: Scheduler, plan: MemoryPlan) -> Numbers:
     return {
         "num_running_reqs": len(scheduler.running),
         "num_queue_reqs": len(scheduler.waiting),
+        "max_running_reqs": scheduler.max_running,
+        "pool_pressure": pressure(scheduler).pool_share,
         **_memory_numbers(memory, plan, scheduler.holders()),
         "num_retracted_reqs": counts.retractions,
         "num_steps": counts.steps,

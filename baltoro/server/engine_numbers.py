@@ -20,6 +20,8 @@ PREFIX = "baltoro:"
 GAUGES = {
     "num_running_reqs": "requests in the running batch",
     "num_queue_reqs": "requests that wait for admission",
+    "max_running_reqs": "requests that may run at once",
+    "pool_pressure": "how full the pool is with what only requests can give back: what a client's throttle looks at",
     "token_usage": "share of the arena's bytes that requests hold",
     "full_token_usage": "share of the KV pages that requests hold",
     "mamba_usage": "share of the state slots that requests hold",
