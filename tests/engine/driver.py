@@ -33,6 +33,7 @@ def random_options(random: Random, folder: Path) -> dict[str, Any]:
     page_size, endpoint = random.choice(PAGES_AND_ENDPOINTS)
     options: dict[str, Any] = {
         "page_size": page_size,
+        "hash_endpoint": endpoint,
         "num_pages": max(-(-random.choice([64, 96, 160]) // page_size), -(-MAX_CONTEXT // page_size)),
         "num_slots": random.choice([1, 2, 3, 5, 8, 12]),
         "max_batch_tokens": random.choice([1, 5, 16, 64]),
@@ -49,7 +50,7 @@ def random_options(random: Random, folder: Path) -> dict[str, Any]:
     tier = random.choice(["off", "device", "device", "host", "host", "disk", "disk"])
     if tier != "off":
         interval = endpoint * random.choice([1, 2])
-        options |= {"prefix_cache": True, "hash_endpoint": endpoint, "track_interval": interval}
+        options |= {"prefix_cache": True, "track_interval": interval}
         options["retention"] = random.choice(RETENTION_NAMES)
     if tier in ("host", "disk"):
         options["host_cache_bytes"] = random.choice([5000, 20000, 200000] if tier == "host" else [3000, 8000])
