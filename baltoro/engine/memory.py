@@ -168,10 +168,9 @@ class Memory:
         if self.cache is not None and self.cache.tier is not None:
             self.cache.tier.end()
 
-    def prefetch(self, request: Request) -> None:
-        """`request` begins to wait."""
-        if self.cache is not None:
-            self.cache.prefetch(request)
+    def must_load(self, request: Request) -> bool:
+        """Whether a request that is about to be admitted should wait for a slower tier instead."""
+        return self.cache is not None and self.cache.must_load(request)
 
     def poll(self) -> None:
         """Pick up what arrived from slower tiers."""

@@ -28,6 +28,10 @@ from baltoro.engine.tiers import Find, HostTier
 from baltoro.errors import InvariantError, LeakError
 
 
+MAX_ASKS = 4
+"""Times that a request asks the third tier for its prefix before it goes on with what there is."""
+
+
 @dataclass(frozen=True, slots=True)
 class Found:
     """What can be restored of a prompt, pinned.
@@ -73,16 +77,21 @@ class PrefixCache:
         self._ledger, self._has_states, self._is_backing_up = ledger, tree.has_states, is_backing_up
 
     # ---- coming ----------------------------------------------------------------------------------------------------
-    def prefetch(self, request: Request) -> None:
-        """`request` begins to wait: have what only the third tier has of its prompt brought up meanwhile."""
+    def must_load(self, request: Request) -> bool:
+        """`request` is next to be admitted: whether it waits for what only the third tier has of its prompt. Asked only
+        of the next one: prefixes of the whole line would push each other out of the host again. It never waits for
+        ever."""
         if self.tier is None or self.tier.third is None:
-            return
-        self._spell(request)
-        name, ids, last = request.namespace, request.hold.ids, self.grid.floor_endpoint(len(request.tokens) - 1)
-        match = self.tree.match(name, ids, len(request.tokens) - 1)
-        digests = self.tree.digests(name, ids, match.depth, last, parent=match.digest)
-        num_known = (match.kv_depth - match.depth) // self.grid.endpoint
-        request.hold.loading = self.tier.prefetch(digests, num_known, has_states=self._has_states)
+            return False
+        if not self.is_loading(request) and request.hold.num_asks < MAX_ASKS:
+            request.hold.num_asks += 1
+            self._spell(request)
+            name, ids, last = request.namespace, request.hold.ids, self.grid.floor_endpoint(len(request.tokens) - 1)
+            match = self.tree.match(name, ids, len(request.tokens) - 1)
+            digests = self.tree.digests(name, ids, match.depth, last, parent=match.digest)
+            num_known = (match.kv_depth - match.depth) // self.grid.endpoint
+            request.hold.loading = self.tier.prefetch(digests, num_known, has_states=self._has_states)
+        return self.is_loading(request)
 
     def is_loading(self, request: Request) -> bool:
         """Whether `request` waits for a prefix from the third tier."""

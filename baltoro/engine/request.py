@@ -74,7 +74,7 @@ class CacheHold:
     num_cached  prompt tokens found in the cache when it was first admitted; None before
     depth       how far its prefix is registered in the tree; `pin` stands there
     state_depth depth of its last state in the tree that it brought itself
-    loading     digests of its prefix that were asked of the third tier
+    loading     digests of its prefix that were asked of the third tier; num_asks: how often it asked
     backup      while it waits after a retraction: where its KV and state are on the host
     """
 
@@ -88,6 +88,7 @@ class CacheHold:
     state_depth: int = 0
     backup: HostBackup | None = None
     loading: set[bytes] = field(default_factory=set)
+    num_asks: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -87,7 +87,6 @@ class Scheduler:
         first, *rest = requests
         self._alive[first.request_id] = list(requests)
         self.waiting.push(first)
-        self.memory.prefetch(first)
         if first.num_prompt > 1:
             first.forks = rest
         else:
@@ -138,8 +137,8 @@ class Scheduler:
             self._headroom.on_step()
             self._admit(builder)
         if not builder:
-            has_more = self.running or any(not self.memory.is_loading(request) for request in self.waiting)
-            if has_more and not self._num_flights:
+            has_more = self.running or self.waiting
+            if has_more and not self._num_flights and not any(self.memory.is_loading(r) for r in self.waiting):
                 raise InvariantError("requests wait but none can advance")
             return None
         plan = builder.build(self.memory)
@@ -193,8 +192,9 @@ class Scheduler:
     def _admit(self, builder: PlanBuilder) -> None:
         """New requests in order of precedence; a class that has spent its share lets the other pass."""
         while builder.room and len(self.running) < self.max_running:
-            ready = (request for request in self.waiting if not self.memory.is_loading(request))
-            request = self.classes.next(ready, self.running)
+            request = self.classes.next(self.waiting, self.running)
+            if request is not None and self.memory.must_load(request):
+                return
             if request is None or not self.memory.admit(request, **self._room()):
                 self.wants_quiet |= self.memory.books.is_cramped
                 return

@@ -125,6 +125,8 @@ class HostTier:
         best = 0
         for at, digest in enumerate(digests):
             near, far = self.book.lookup(digest), self.third.lookup(digest)
+            if near is None and self.third.is_landing(digest):
+                return {digest}  # wait until it is written: what lies behind it is told then
             if near is None and far is None and at >= num_known:
                 break
             has_near = near is not None and near.state is not None
@@ -155,7 +157,8 @@ class HostTier:
 
     def is_asked(self, digests: set[bytes]) -> bool:
         """Whether any of these is still on its way."""
-        return not self._asked.isdisjoint(digests)
+        third = self.third
+        return not self._asked.isdisjoint(digests) or (third is not None and any(map(third.is_landing, digests)))
 
     def load(self, request: Request, find: Find, first_depth: int) -> None:
         """List copies into the request's own memory: KV beyond `first_depth`, and the last state."""

@@ -72,17 +72,18 @@ def test_a_cell_of_kimi_linear_equals_the_oracle(cell: Cell, tmp_path: Path) -> 
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("dtype", DTYPES, ids=("float64", "float32"))
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("page", AXES["page"])
 @pytest.mark.parametrize("where", AXES["cache"])
-def test_the_full_product_equals_the_oracle(where: str, page: int, dtype: torch.dtype, tmp_path: Path) -> None:
-    """All that differ in the other axes, in one test; every one that fails is told."""
+def test_the_full_product_equals_the_oracle(where: str, page: int, tmp_path: Path) -> None:
+    """All that differ in the other axes, in one test; every one that fails is told. In float64, whose bound on logprobs
+    is the tighter one by four orders."""
     failed = []
     for cell in full_product():
         if (cell.cache, cell.page) != (where, page):
             continue
         try:
-            check_cell(cell, "k3", dtype, tmp_path / str(cell))
+            check_cell(cell, "k3", FLOAT64, tmp_path / str(cell))
         except AssertionError as error:
             failed.append(f"{cell}: {error}")
     assert not failed, "\n".join(failed)
