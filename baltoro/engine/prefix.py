@@ -27,7 +27,6 @@ from baltoro.engine.request import CacheHold, DueSnapshot, MediaRun, Request
 from baltoro.engine.tiers import Find, HostTier
 from baltoro.errors import InvariantError, LeakError
 
-
 MAX_ASKS = 4
 """Times that a request asks the third tier for its prefix before it goes on with what there is."""
 
