@@ -7,16 +7,21 @@ Not thread-safe. The same model behind HTTP is `baltoro serve`.
 
     llm = LLM("models/mini")
     llm.generate(["The sun"], SamplingParams(max_tokens=20))[0].text
+
+Prefixes are kept from call to call. `with LLM(...) as llm`, `llm.close()` or the end of the program finish what the
+disk tier is still writing.
 """
 
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
 
 from baltoro.chat.events import Parsed
 from baltoro.chat.factories import Factories
@@ -61,11 +66,26 @@ class LLM:
             masks=made.mask,
         )
         self._numbers = itertools.count()
+        # also when this object is dropped, and at the end of the program
+        self._close = weakref.finalize(self, self.engine.close)
         num_ids, vocab = self.tokenizer.vocab_size, self.engine.model_config.vocab_size
         if num_ids < vocab:
             raise ConfigError(
                 f"{model}: the model has {vocab} ids, its tokenizer only {num_ids}; they do not belong together"
             )
+
+    def close(self) -> None:
+        """Finish what the disk tier is writing and let go of its folder. Nothing can be generated afterwards; harmless
+        the second time."""
+        self._close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
 
     # ---- front doors ---------------------------------------------------------------------------------------------
     def generate(
@@ -80,8 +100,8 @@ class LLM:
     ) -> list[Completion]:
         """Complete each prompt (text, in which control tokens are plain text, or ids) n times.
 
-        `params`: one for all, or one a prompt. `adapter`: a loaded one. `progress` shows a bar on stderr. `on_tokens` sees
-        every delta as it comes. Errors: RequestError, ContextLengthError before anything runs.
+        `params`: one for all, or one a prompt. `adapter`: a loaded one. `progress` shows a bar on stderr. `on_tokens`
+        sees every delta as it comes. Errors: RequestError, ContextLengthError before anything runs.
         """
         texts = _as_list(prompts)
         ids = [self.tokenizer.encode(p) if isinstance(p, str) else list(p) for p in texts]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import gc
 import io
 import json
 from pathlib import Path
@@ -14,7 +15,7 @@ from typer.testing import CliRunner
 
 from baltoro.chat.tokenizer import MEDIA_PAD, Tokenizer
 from baltoro.cli import app
-from baltoro.errors import ContextLengthError, RequestError
+from baltoro.errors import ConfigError, ContextLengthError, RequestError
 from baltoro.llm import LLM
 from baltoro.model.build import new_model
 from baltoro.model.weights import save_model
@@ -46,6 +47,26 @@ def _is_clean(llm: LLM) -> bool:
     llm.engine.audit()
     llm.engine.flush()
     return not llm.engine.has_work and llm.engine.stats()["pages_used"] == 0
+
+
+def test_closing_lets_go_of_the_disk_folder_and_the_next_one_finds_what_lies_there(
+    folder: Path, tmp_path: Path
+) -> None:
+    options = {"host_cache_bytes": 200_000, "disk_cache_dir": str(tmp_path), "memory_bytes": 400_000, "page_size": 16}
+    prompts = [f"{i} " * 120 for i in range(12)]
+    with LLM(folder, **options) as one:
+        first = [one.generate(prompt, GREEDY)[0] for prompt in prompts]
+        with pytest.raises(ConfigError, match="another process"):
+            LLM(folder, **options)
+        assert one.engine.stats()["disk_written_total"]
+    one.close()
+    two = LLM(folder, **options)
+    again = [two.generate(prompt, GREEDY)[0] for prompt in prompts[:6]]
+    assert any(answer.num_cached_tokens for answer in again), "from files: nothing else was there"
+    assert [answer.token_ids for answer in again] == [answer.token_ids for answer in first[:6]]
+    del two  # as good as closing it
+    gc.collect()
+    LLM(folder, **options).close()
 
 
 def test_answers_come_in_the_order_of_the_prompts(llm: LLM) -> None:

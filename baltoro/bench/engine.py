@@ -57,6 +57,21 @@ def engine_summary(found: Sequence[EngineRound]) -> dict[str, Any]:
     }
 
 
+def overlap_pairs(folder: Path, *, rounds: int = 5) -> dict[str, Any]:
+    """Tokens/s of one stream and of sixteen, plain and overlapped, in interleaved rounds; medians of the ratios."""
+    engines = {name: LLM(folder, dtype="float32", overlap=name == "overlapped") for name in ("plain", "overlapped")}
+    samples: dict[str, list[EngineRound]] = {name: [] for name in engines}
+    for _ in range(rounds):
+        for name, llm in engines.items():
+            samples[name] += engine_rounds(llm, rounds=1)
+    pairs = list(zip(samples["plain"], samples["overlapped"], strict=True))
+    ratios = {
+        "one_tokens_per_s": median([b.one_tokens_per_s / a.one_tokens_per_s for a, b in pairs]),
+        "all_tokens_per_s": median([b.all_tokens_per_s / a.all_tokens_per_s for a, b in pairs]),
+    }
+    return {"ratios": ratios} | {name: engine_summary(found) for name, found in samples.items()}
+
+
 def kimi_linear_shape(vocab_size: int) -> K3Config:
     """A Kimi-Linear model of some 20M parameters, for the tokenizer of `vocab_size` ids."""
     return K3Config(

@@ -88,6 +88,10 @@ class DiskTier:
         item = self._items.get(digest)
         return item.entry if item is not None and item.has_landed else None
 
+    def is_landing(self, digest: bytes) -> bool:
+        item = self._items.get(digest)
+        return item is not None and not item.has_landed
+
     def touch(self, digest: bytes) -> None:
         if digest in self._lru:
             self._lru.touch(digest)

@@ -99,7 +99,7 @@ class HostBook:
         self._state_lru = LeafLru()  # entries with a state that is ready; any of them may lose it
         self._pins: dict[int, HostPin] = {}
         self._in_flight: dict[int, Reserved] = {}
-        self._num_receipts = 0
+        self._last_receipt = 0
         self._num_landed = self._num_spilled = self._num_refused = 0
 
     def reserve(self, digest: bytes, parent: bytes, depth: int, has_state: bool) -> Reserved:
@@ -129,8 +129,8 @@ class HostBook:
         if needs_state:
             item.state = self._free_states.pop()
         entry = HostEntry(digest, item.parent, item.depth, item.block, item.state)
-        self._num_receipts += 1
-        ticket = Reserved(entry, needs_block, needs_state, tuple(spilled), self._num_receipts)
+        self._last_receipt += 1
+        ticket = Reserved(entry, needs_block, needs_state, tuple(spilled), self._last_receipt)
         self._in_flight[ticket.number] = ticket
         self._touch(digest)
         return ticket
@@ -186,8 +186,8 @@ class HostBook:
         for digest in digests:
             self._hold(digest)
             self._touch(digest)
-        self._num_receipts += 1
-        pin = HostPin(self._num_receipts, digests)
+        self._last_receipt += 1
+        pin = HostPin(self._last_receipt, digests)
         self._pins[pin.number] = pin
         return pin
 
@@ -225,6 +225,11 @@ class HostBook:
             num_spilled_total=self._num_spilled,
             num_refused_total=self._num_refused,
         )
+
+    @property
+    def num_receipts(self) -> tuple[int, int]:
+        """Pins and tickets that are out."""
+        return len(self._pins), len(self._in_flight)
 
     def audit(self) -> None:
         """Every slab is free or has one entry; every hold has a pin or a ticket. Errors: LeakError."""

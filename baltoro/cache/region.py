@@ -6,9 +6,9 @@
 Places are counted from the arena's own end, so both kinds look alike here; `physical` says where a place lies.
 In: takings, releases and holds by virtual id. Out: virtual ids, and (source, target) places when blocks must move up.
 Invariants: place `extent` is never a hole; a taking fills the hole nearest to the end before the extent grows; a held
-block keeps its place; a block that was released while held is pending: it has no holder, and keeps place and virtual
-id until the last hold ends. Tables are int64 and of this kind's own size: entry 0 is the sink, free entries and the one
-after the last are -1.
+block keeps its place, and while `is_frozen` every block does; a block that was released while held is pending: it has
+no holder, and keeps place and virtual id until the last hold ends. Tables are int64 and of this kind's own size: entry
+0 is the sink, free entries and the one after the last are -1.
 Not here: whether the extent may grow, which depends on the other end (`unified.py`).
 """
 

@@ -75,6 +75,9 @@ class Tier(Protocol):
     def lookup(self, digest: bytes) -> TierEntry | None:
         """The record's outline if it has landed. Touches nothing."""
 
+    def is_landing(self, digest: bytes) -> bool:
+        """Whether the record is being written, so that lookup() may find it soon."""
+
     def touch(self, digest: bytes) -> None:
         """It was of use; harmless if it is not there."""
 

@@ -24,23 +24,28 @@ VERBS = {
     "convert": "Rewrite a checkpoint: quantise, dequantise, reshard.",
     "explain": "Which kernel runs where, and why.",
     "bench": "Measure.",
+    "cache-trace": "Replay a request trace against the memory, without a model.",
 }
+
+
+def _module(verb: str) -> str:
+    return f"baltoro.cli.{verb.replace('-', '_')}"
 
 
 class LazyVerbs(TyperGroup):
     """Looks a verb up by importing its module only then."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        return [verb for verb in VERBS if find_spec(f"baltoro.cli.{verb}") is not None]
+        return [verb for verb in VERBS if find_spec(_module(verb)) is not None]
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name not in self.list_commands(ctx):
             return None
-        module = import_module(f"baltoro.cli.{cmd_name}")
+        module = import_module(_module(cmd_name))
         if hasattr(module, "app"):
             return get_command(module.app)
         single = typer.Typer(add_completion=False, rich_markup_mode="markdown")
-        single.command(name=cmd_name)(getattr(module, cmd_name))
+        single.command(name=cmd_name)(getattr(module, cmd_name.replace("-", "_")))
         return get_command(single)
 
 

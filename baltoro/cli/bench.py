@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -157,6 +157,67 @@ def serve(
         _print_medians(f"baltoro over {name}", ratios)
     write_record(json, "serve", {"model": str(folder), **asdict(load)}, results)
     print(f"wrote {json}")
+
+
+@app.command()
+def cache(
+    model: Annotated[Path | None, typer.Argument(help="Model folder for plain against overlapped.")] = None,
+    books: Annotated[bool, typer.Option("--books", help="Only what needs no model.")] = False,
+    rounds: Annotated[int, typer.Option(help="Pairs of plain and overlapped with the model.", min=1)] = 5,
+    json: Annotated[Path, typer.Option(help="File to write.")] = Path("bench/results/cache.json"),
+) -> None:
+    """The memory: what plan and commit cost, what overlap hides, what one pool and each retention policy bring.
+
+    Example:
+
+        baltoro bench cache
+    """
+    from rich.progress import Progress
+
+    from baltoro.bench.cache import BOOKS
+    from baltoro.bench.cache_traces import TRACES
+    from baltoro.bench.engine import overlap_pairs
+    from baltoro.bench.record import write_record
+    from baltoro.cli.box import find_model
+
+    folder = None if books else find_model(model)
+    results: dict[str, Any] = {}
+    with Progress(transient=True) as bar:
+        task = bar.add_task("starting", total=len(BOOKS) + len(TRACES) + (folder is not None))
+        for name, measure in (BOOKS | TRACES).items():
+            bar.update(task, description=name)
+            results[name] = measure()
+            bar.update(task, advance=1)
+        if folder is not None:
+            bar.update(task, description=f"overlap on {folder}")
+            results["model"] = overlap_pairs(folder, rounds=rounds)
+    _print_cache(results)
+    write_record(json, "cache", {"model": None if folder is None else str(folder), "rounds": rounds}, results)
+    print(f"wrote {json}")
+
+
+def _print_cache(results: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from baltoro.cli.units import format_bytes
+
+    _print_medians("a step of decodes", results["planning"]["medians"])
+    _print_medians("a prompt of 100,000 tokens", results["matching"]["medians"])
+    shown = results["overlap"]["exposed_ms"] | {"hidden share": results["overlap"]["hidden_share"]}
+    _print_medians("step beyond the device's time, ms", shown)
+    _print_medians("unified over fixed", results["mixed"]["ratios"])
+    for arena, found in results["agent"].items():
+        table = Table(title=f"agent trace, {arena} arena of {format_bytes(found['arena_bytes'])}")
+        for column in ("policy", "hit share", "computed", "of no cache", "held, mean"):
+            table.add_column(column, justify="left" if column == "policy" else "right")
+        for policy, row in found["policies"].items():
+            shares = (f"{row['hit_share']:.1%}", f"{row['computed_tokens']:,}", f"{row['computed_over_none']:.1%}")
+            table.add_row(policy, *shares, format_bytes(int(row["held_bytes"])))
+        Console().print(table)
+    print(f"shared beginning, tokens found: {results['arrivals']}")
+    if "model" in results:
+        _print_medians("overlapped over plain, tokens/s", results["model"]["ratios"])
 
 
 def _print_start(server: dict[str, float], growth: Growth) -> None:

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from baltoro.cli.memory import CacheOptions, takes_cache_options
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
 _HELP = "/reset forgets the conversation, /exit leaves (so does Ctrl-D); Ctrl-C stops an answer."
 
 
+@takes_cache_options
 def chat(
     model: Annotated[
         Path | None, typer.Argument(help="Model folder. Default: BALTORO_MODEL, else the one in models/.")
@@ -30,6 +33,8 @@ def chat(
     effort: Annotated[str | None, typer.Option(help="How hard to think: low, high or max.")] = None,
     temperature: Annotated[float | None, typer.Option(help="0 always takes the likeliest token.")] = None,
     max_tokens: Annotated[int | None, typer.Option(help="Most tokens of one answer.")] = None,
+    *,
+    cache: CacheOptions,
 ) -> None:
     """Talk to a model in the terminal. Thoughts are dimmed.
 
@@ -49,16 +54,21 @@ def chat(
     from baltoro.cli.options import read_key
     from baltoro.cli.serve import READY
     from baltoro.cli.talk import Talker, own_server
+    from baltoro.errors import ConfigError
 
     console = Console(highlight=False)
     options: dict[str, Any] = {"chat_template_kwargs": {"thinking": thinking}}
     for name, value in (("reasoning_effort", effort), ("temperature", temperature), ("max_tokens", max_tokens)):
         if value is not None:
             options[name] = value
+    if url is not None and cache.arguments():
+        raise ConfigError(
+            f"{cache.arguments()[0]} is an option of the server at --url: give it to `baltoro serve` there"
+        )
     with contextlib.ExitStack() as stack:
         if url is None:
             with console.status("starting the engine"):
-                url = stack.enter_context(own_server([str(find_model(model))], READY))
+                url = stack.enter_context(own_server([str(find_model(model)), *cache.arguments()], READY))
         talker = Talker(url, read_key(api_key))
         console.print(f"[dim]{talker.model()}. {_HELP}[/dim]")
         converse(talker, console, options, [] if system is None else [{"role": "system", "content": system}])

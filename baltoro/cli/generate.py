@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from baltoro.cli.memory import CacheOptions, takes_cache_options
+
 if TYPE_CHECKING:
     from baltoro.protocol.completion import Completion
 
@@ -32,6 +34,7 @@ Dtype = Annotated[str, typer.Option(help="auto, bfloat16, float32 or float64.")]
 Device = Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")]
 
 
+@takes_cache_options
 def generate(
     prompts: Prompts = None,
     model: Model = None,
@@ -52,6 +55,8 @@ def generate(
     memory: Memory = "auto",
     dtype: Dtype = "auto",
     device: Device = "cpu",
+    *,
+    cache: CacheOptions,
 ) -> None:
     """Complete prompts, or answer messages with --chat, offline.
 
@@ -73,7 +78,7 @@ def generate(
     fields: dict[str, Any] = default_sampling(folder) | {k: v for k, v in asked.items() if v is not None}
     params = SamplingParams(max_tokens=max_tokens, stop=tuple(stop or ()), logprobs=logprobs, **fields)
     memory_bytes = "auto" if memory == "auto" else size_bytes(memory, "--memory")
-    llm = LLM(folder, memory_bytes=memory_bytes, dtype=dtype, device=device)
+    llm = LLM(folder, memory_bytes=memory_bytes, dtype=dtype, device=device, **cache.engine_fields())
     texts = prompts or [sys.stdin.read()]
     progress = len(texts) * n > 1 and sys.stderr.isatty()
     if chat:

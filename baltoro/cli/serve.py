@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from baltoro.cli.memory import CacheOptions, takes_cache_options
+
 if TYPE_CHECKING:
     from baltoro.server.config import ServerConfig
 
@@ -28,7 +30,9 @@ MaxRunning = Annotated[int, typer.Option(help="Requests that run at once.")]
 MaxWaiting = Annotated[int, typer.Option(help="Requests that may wait; the next one gets 429.")]
 MaxContext = Annotated[int, typer.Option(help="Tokens of prompt and answer. 0: what model and memory allow.")]
 MaxBatchTokens = Annotated[int, typer.Option(help="Tokens of one step.")]
-PageSize = Annotated[int, typer.Option(help="Tokens of a KV page: a power of two up to 64.")]
+PageSize = Annotated[
+    int, typer.Option(help="Tokens of a KV page: a power of two up to 64, or a multiple of --hash-endpoint.")
+]
 Memory = Annotated[str, typer.Option(help="Bytes for KV and state, such as 4GiB. auto: a share of what is free.")]
 Dtype = Annotated[str, typer.Option(help="auto, bfloat16, float32 or float64.")]
 Device = Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")]
@@ -57,6 +61,7 @@ LogLevel = Annotated[str, typer.Option(help="debug, info, warning or error.")]
 LogJson = Annotated[bool, typer.Option("--log-json", help="One JSON object per log line.")]
 
 
+@takes_cache_options
 def serve(
     model: Model = None,
     host: Host = "127.0.0.1",
@@ -83,6 +88,8 @@ def serve(
     drain: Drain = 30.0,
     log_level: LogLevel = "warning",
     log_json: LogJson = False,
+    *,
+    cache: CacheOptions,
 ) -> None:
     """Serve a model over the OpenAI API, until Ctrl-C or SIGTERM.
 
@@ -98,6 +105,8 @@ def serve(
         baltoro serve models/mini --max-loras 4 --lora-modules sums=adapters/sums
 
         baltoro serve /data/k3 --host 0.0.0.0 --memory 64GiB --max-running 256 --max-context 131072
+
+        baltoro serve models/mini --host-cache 512MiB --disk-cache-dir prefixes --disk-cache 4GiB
     """
     from baltoro.chat.messages import check_effort
     from baltoro.cli.box import find_model
@@ -122,6 +131,7 @@ def serve(
         max_loaded_loras=max_loaded_loras,
         lora_experts=lora_experts,
         lora_modules=tuple(lora_modules or ()),
+        **cache.engine_fields(),
     )
     server = ServerConfig(
         model_name=name or folder.resolve().name,
@@ -138,8 +148,7 @@ def serve(
     with EngineProcess(folder, engine, LogOptions(log_level, log_json)) as process:
         from baltoro.cli.serving import serve_until_stopped  # seconds of imports, while the engine loads
 
-        code = serve_until_stopped(process, server, listener, tell, drain_s=drain)
-    sys.exit(code)
+        sys.exit(serve_until_stopped(process, server, listener, tell, drain_s=drain))
 
 
 def _tell_ready(host: str, listener: socket.socket, start: float, config: ServerConfig) -> None:

@@ -38,45 +38,60 @@ def build_memory(
     """Arena, books, and the host's slabs if there are any. Errors: ConfigError for an unknown retention policy, a host
     tier that holds nothing, a disk tier without a host tier."""
     layout = arena_layout(model.config, dtype, config.page_size)
-    pool, books = _arena(config, layout, plan)
+    shape, books = _books(config, layout, plan)
+    pool = Pool(shape, config.device)
     if config.is_poisoned:
         pool.poison()
     ledger = Ledger(books, config.page_size, is_poisoned=config.is_poisoned)
     if not config.prefix_cache:
         return pool, Memory(ledger), None
-    grid = plan_grid(config, layout, model.state_chunk)
-    retention = retention_by_name(config.retention, interval=grid.interval)
-    tree = PrefixTree(
-        grid,
-        config.page_size,
-        books,
-        retention,
-        has_states=bool(layout.slot_parts),
-        has_pages=layout.row is not None,
-        is_unified=config.pool == "unified",
-    )
+    tree = _tree(config, layout, books, model.state_chunk)
     tier, store = None, None
     if config.host_cache_bytes:
-        store = HostStore.for_pool(pool, config.host_cache_bytes, grid.endpoint)
+        store = HostStore.for_pool(pool, config.host_cache_bytes, tree.grid.endpoint)
         book = HostBook(store.shape.num_blocks, store.shape.num_states)
         tier = HostTier(book, store, ledger, third=_disk(config, model, dtype))
     elif config.disk_cache_dir:
         raise ConfigError("a disk tier stands behind the host tier: give host_cache_bytes too")
     is_backing_up = config.retract_to == "host"
-    return pool, Memory(ledger, PrefixCache(tree, ledger, retention, tier=tier, is_backing_up=is_backing_up)), store
+    cache = PrefixCache(tree, ledger, tree.retention, tier=tier, is_backing_up=is_backing_up)
+    return pool, Memory(ledger, cache), store
 
 
-def _arena(config: EngineConfig, layout: ArenaLayout, plan: MemoryPlan) -> tuple[Pool, Books]:
+def build_books(config: EngineConfig, layout: ArenaLayout, plan: MemoryPlan, *, chunk: int) -> Memory:
+    """The Memory of an engine without its bytes: for replaying what it would do. Host and disk tiers are not there."""
+    _, books = _books(config, layout, plan)
+    ledger = Ledger(books, config.page_size)
+    if not config.prefix_cache:
+        return Memory(ledger)
+    tree = _tree(config, layout, books, chunk)
+    return Memory(ledger, PrefixCache(tree, ledger, tree.retention))
+
+
+def _tree(config: EngineConfig, layout: ArenaLayout, books: Books, chunk: int) -> PrefixTree:
+    grid = plan_grid(config, layout, chunk)
+    return PrefixTree(
+        grid,
+        config.page_size,
+        books,
+        retention_by_name(config.retention, interval=grid.interval),
+        has_states=bool(layout.slot_parts),
+        has_pages=layout.row is not None,
+        is_unified=config.pool == "unified",
+    )
+
+
+def _books(config: EngineConfig, layout: ArenaLayout, plan: MemoryPlan) -> tuple[ArenaShape | UnifiedShape, Books]:
     if config.pool == "fixed":
         fixed = ArenaShape(layout, plan.num_slots, plan.num_pages)
-        return Pool(fixed, config.device), FixedBooks(fixed.first_page, fixed.num_pages, fixed.num_slots)
+        return fixed, FixedBooks(fixed.first_page, fixed.num_pages, fixed.num_slots)
     shape = UnifiedShape(
         layout,
         plan.arena_bytes,
         slot_limit=None if layout.slot_bytes else plan.num_slots,
         page_limit=None if layout.page_bytes else plan.num_pages,
     )
-    return Pool(shape, config.device), UnifiedBooks(shape)
+    return shape, UnifiedBooks(shape)
 
 
 def _disk(config: EngineConfig, model: Model, dtype: torch.dtype) -> DiskTier | None:

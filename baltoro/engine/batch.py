@@ -5,7 +5,8 @@
 
 Decodes (spans of one token with something before them) come first in a plan, because their kernels differ.
 Invariants: a Plan is frozen and names everything the runner needs; the runner never looks into a Request. Pages and
-slots of a plan are physical: what a later plan moves, it moves after this one on the same stream.
+slots of a plan are physical: what a later plan moves, it moves after this one on the same stream. The types are
+msgspec structs: a plan makes several for every request, and these cost a fraction of a frozen dataclass.
 
 Overlap: plan n+1 is made while n is on the device, so it cannot name the token that n samples. It names its place
 instead: `Span.source` is the place among the draws of n, and the runner fills the id in on the device.
@@ -19,20 +20,22 @@ instead: `Span.source` is the place among the draws of n, and the runner fills t
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Literal, Protocol
 
+import msgspec
 import numpy as np
 
 from baltoro.cache.pages import pages_for
 from baltoro.engine.adapters import Install
-from baltoro.engine.request import DueSnapshot, MediaRun, Request, has_penalty
+from baltoro.engine.request import DueSnapshot, MediaRun, Request
 from baltoro.protocol.completion import TopLogprob
 from baltoro.protocol.sampling import SamplingParams
 
 ALIGNMENT = 64
 """Prompts are cut at multiples of this where the budget allows: the chunk of the KDA kernels, which would otherwise
 work on two short chunks, and the grid on which states can be kept."""
+BLIND = (0,)
+"""Stands for a token that is still on the device."""
 
 
 MoveKind = Literal[
@@ -48,8 +51,7 @@ MoveKind = Literal[
 ]
 
 
-@dataclass(frozen=True, slots=True)
-class Move:
+class Move(msgspec.Struct, frozen=True):
     """Bytes to copy, in the order listed; ids are physical. Poisoning is a debugging aid.
 
     save and load  between the device and the host tier: `num_rows` rows from row `row` of pages[0] on, and a host block
@@ -64,8 +66,7 @@ class Move:
     num_rows: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Draw:
+class Draw(msgspec.Struct, frozen=True):
     """How the token after a span is sampled: depends on nothing but this and the logits.
 
     position  of the token to be drawn; with `seed` it defines the random number
@@ -88,16 +89,14 @@ class Draw:
         return bool(self.banned or self.allowed or self.params.logit_bias or self.counts is not None)
 
 
-@dataclass(frozen=True, slots=True)
-class SpanSnapshot:
+class SpanSnapshot(msgspec.Struct, frozen=True):
     """The state after the first `length` tokens of a span is also wanted in `slot` (physical)."""
 
     length: int
     slot: int
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
+class Span(msgspec.Struct, frozen=True):
     """Consecutive tokens of one request done in this step.
 
     source        place among the draws of the plan in flight whose token this decode reads; None: `tokens` has it
@@ -130,8 +129,7 @@ class Span:
         return len(self.tokens) == 1 and self.start > 0
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
+class Plan(msgspec.Struct, frozen=True):
     """One step: decodes first. `num_decodes` leading spans take the decode kernels. `moves` and `installs` (adapters
     into their slots) are made before the layers run, `after` behind them."""
 
@@ -146,8 +144,7 @@ class Plan:
         return sum(len(span.tokens) for span in self.spans)
 
 
-@dataclass(frozen=True, slots=True)
-class Found:
+class Found(msgspec.Struct, frozen=True):
     """One sampled token. Not valid: the model gave no finite logit. `logprob` is raw: before temperature, penalties,
     masks; None if nobody asked."""
 
@@ -157,39 +154,29 @@ class Found:
     top: tuple[TopLogprob, ...] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Scored:
+class Scored(msgspec.Struct, frozen=True):
     """Logprobs of prompt tokens, and the best alternatives at each place if they were wanted."""
 
     logprobs: Sequence[float]
     tops: Sequence[tuple[TopLogprob, ...]]
 
 
-@dataclass(frozen=True, slots=True)
-class Result:
+class Result(msgspec.Struct, frozen=True):
     """What the runner found: one Found per span with a draw, one Scored per span with targets, in plan order."""
 
     found: Sequence[Found]
     scores: Sequence[Scored] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Draft:
-    """A span before its memory is settled: `length` next tokens of `request`, and the prompt tokens they score."""
+class Draft(msgspec.Struct, frozen=True):
+    """A span before its memory is settled: tokens start..end-1 of `request`, and the prompt tokens they score."""
 
     request: Request
     start: int
-    length: int
-    targets: Sequence[int]
-    first_target: int
-
-    @property
-    def end(self) -> int:
-        return self.start + self.length
-
-    @property
-    def is_decode(self) -> bool:
-        return self.length == 1 and self.start > 0
+    end: int
+    is_decode: bool
+    targets: Sequence[int] = ()
+    first_target: int = 0
 
 
 class PlanBuilder:
@@ -216,15 +203,18 @@ class PlanBuilder:
 
     def add(self, request: Request, length: int) -> None:
         """The next `length` tokens of `request`."""
-        start, first = request.num_planned, max(request.num_planned, request.num_scored)
-        targets: Sequence[int] = ()
+        start = request.num_planned
+        end = request.num_planned = start + length
+        is_decode = length == 1 and start > 0
         if _is_scored(request):
-            targets = request.tokens[first + 1 : min(start + length, request.num_prompt - 1) + 1]
-        self.drafts.append(Draft(request, start, length, targets, first - start))
+            first = max(start, request.num_scored)
+            targets = request.tokens[first + 1 : min(end, request.num_prompt - 1) + 1]
+            self.drafts.append(Draft(request, start, end, is_decode, targets, first - start))
+            self.logit_room -= len(targets)
+            request.num_scoring += len(targets)
+        else:
+            self.drafts.append(Draft(request, start, end, is_decode))
         self.room -= length
-        self.logit_room -= len(targets)
-        request.num_scoring += len(targets)
-        request.num_planned += length
         request.num_in_flight += 1
 
     def build(self, memory: PlanMemory, installs: tuple[Install, ...] = ()) -> Plan:
@@ -232,7 +222,9 @@ class PlanBuilder:
         drafts = [d for d in self.drafts if d.is_decode] + [d for d in self.drafts if not d.is_decode]
         marks = [memory.snapshots(draft) for draft in drafts]  # may move blocks, so before ids become physical
         spans = tuple(_span(draft, taken, memory) for draft, taken in zip(drafts, marks, strict=True))
-        after = [move for draft, taken in zip(drafts, marks, strict=True) for move in memory.after(draft, taken)]
+        after = [
+            move for draft, taken in zip(drafts, marks, strict=True) if taken for move in memory.after(draft, taken)
+        ]
         place = 0
         for span in spans:
             span.request.drawn_at = None
@@ -258,32 +250,37 @@ class PlanMemory(Protocol):
 
     def physical_slot(self, slot: int) -> int: ...
 
-    def physical_pages(self, request: Request, end: int) -> np.ndarray: ...
+    def places(self, request: Request, end: int) -> tuple[int, np.ndarray]:
+        """Physical slot of `request`, and int64 the pages that hold its first `end` positions."""
+        ...
 
     def collect_moves(self) -> tuple[Move, ...]: ...
 
 
 def _span(draft: Draft, taken: tuple[DueSnapshot, ...], memory: PlanMemory) -> Span:
     request, start, end = draft.request, draft.start, draft.end
-    assert request.slot is not None
     is_blind = end > len(request.tokens)
-    snapshots = (
-        ()
-        if draft.is_decode
-        else tuple(SpanSnapshot(due.depth - start, memory.physical_slot(due.slot)) for due in taken)
-    )
+    tokens: Sequence[int] = BLIND if is_blind else request.tokens[start:end]
+    source = request.drawn_at if is_blind else None
+    slot, pages = memory.places(request, end)
+    media: tuple[MediaRun, ...] = ()
+    if request.media:
+        media = tuple(run for run in request.media if run.first < end and run.last > start)
+    snapshots: tuple[SpanSnapshot, ...] = ()
+    if taken and not draft.is_decode:
+        snapshots = tuple(SpanSnapshot(due.depth - start, memory.physical_slot(due.slot)) for due in taken)
     return Span(
         request=request,
-        tokens=(0,) if is_blind else request.tokens[start:end],
+        tokens=tokens,
         start=start,
-        slot=memory.physical_slot(request.slot),
-        pages=memory.physical_pages(request, end),
+        slot=slot,
+        pages=pages,
         draw=make_draw(request, end) if end == request.num_known else None,
-        source=request.drawn_at if is_blind else None,
+        source=source,
         targets=draft.targets,
         first_target=draft.first_target,
         num_top=request.params.prompt_logprobs or 0,
-        media=tuple(run for run in request.media if run.first < end and run.last > start),
+        media=media,
         snapshots=snapshots,
         adapter=request.adapter_slot,
     )
@@ -299,8 +296,8 @@ def make_draw(request: Request, position: int) -> Draw:
     params = request.params
     banned = tuple(request.stop_ids) if position - request.num_prompt < params.min_tokens else ()
     allowed = request.mask.allowed() if request.mask is not None else b""
-    if not has_penalty(params):
-        return Draw(params, request.seed, position, banned=banned, allowed=allowed)
+    if not request.has_penalty:
+        return Draw(params, request.seed, position, (), None, banned, allowed)
     return Draw(params, request.seed, position, request.prompt_ids, request.counts, banned, allowed)
 
 

@@ -21,10 +21,11 @@ from baltoro.engine.request import Request
 class LongShort:
     """The two classes. Single writer: the scheduler."""
 
-    def __init__(self, config: EngineConfig, num_tokens: int = 0) -> None:
-        self.num_tokens = num_tokens  # that the pool holds; set once memory is planned
+    def __init__(self, config: EngineConfig, num_tokens: int) -> None:
+        """`num_tokens`: that the pool holds."""
+        self._num_tokens = num_tokens
         self._limit, self._share = config.long_prompt_tokens, config.long_share
-        self._step_tokens = int(config.max_batch_tokens * config.long_share)
+        self._step_tokens = max(1, int(config.max_batch_tokens * config.long_share))  # of none nobody could live
         self._spent = 0
 
     def is_long(self, request: Request) -> bool:
@@ -52,4 +53,4 @@ class LongShort:
 
     def _has_share(self, request: Request, running: Sequence[Request]) -> bool:
         held = sum(len(other.tokens) for other in running if self.is_long(other))
-        return not held or held + len(request.tokens) <= self._share * self.num_tokens
+        return not held or held + len(request.tokens) <= self._share * self._num_tokens

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from baltoro.cache.retention import RETENTION_NAMES
 from baltoro.errors import ConfigError
 
 Auto = Literal["auto"]
@@ -90,6 +91,9 @@ class EngineConfig:
         _need(is_power or is_multiple or is_open, "page_size", size, advice)
         _need(self.pool in ("unified", "fixed"), "pool", self.pool, "must be unified or fixed")
         _need(self.retract_to in ("host", "recompute"), "retract_to", self.retract_to, "must be host or recompute")
+        known = f"is not known: use one of {', '.join(RETENTION_NAMES)}"
+        _need(self.retention in RETENTION_NAMES, "retention", self.retention, known)
+        self._check_tiers()
         _need(0.0 < self.long_share <= 1.0, "long_share", self.long_share, "must be above 0 and at most 1")
         for name in ("host_cache_bytes", "disk_cache_bytes", "long_prompt_tokens", "max_loras", "max_loaded_loras"):
             _need(getattr(self, name) >= 0, name, getattr(self, name), "must not be negative")
@@ -103,6 +107,16 @@ class EngineConfig:
         _need(self.dtype in DTYPES, "dtype", self.dtype, f"must be one of {', '.join(DTYPES)}")
         _need(self.retract_every >= 0, "retract_every", self.retract_every, "must be 0 (off) or a number of steps")
         _need(self.seed >= 0, "seed", self.seed, "must not be negative")
+
+    def _check_tiers(self) -> None:
+        """A tier that would silently do nothing is refused."""
+        has_host = self.host_cache_bytes > 0
+        advice = "is the tier of an evicted prefix, and prefix_cache is off: switch it on, or leave this 0"
+        _need(self.prefix_cache or not has_host, "host_cache_bytes", self.host_cache_bytes, advice)
+        advice = "stands behind the host tier: give host_cache_bytes too"
+        _need(has_host or not self.disk_cache_dir, "disk_cache_dir", self.disk_cache_dir, advice)
+        advice = "needs a host tier to copy to: give host_cache_bytes too"
+        _need(has_host or self.retract_to != "host", "retract_to", self.retract_to, advice)
 
 
 def _need(is_good: bool, name: str, value: object, advice: str) -> None:

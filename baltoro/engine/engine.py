@@ -21,6 +21,7 @@ from baltoro.engine.assemble import build_memory
 from baltoro.engine.config import EngineConfig
 from baltoro.engine.loop import Loop
 from baltoro.engine.media import media_runs
+from baltoro.engine.numbers import engine_numbers
 from baltoro.engine.planner import free_bytes, plan_memory, resolve_dtype
 from baltoro.engine.prefix import namespace_of
 from baltoro.engine.request import MediaRun, Request
@@ -177,7 +178,9 @@ class Engine:
         self.scheduler.memory.close()
 
     def flush(self) -> None:
-        """Forget cached prefixes that no running request stands on."""
+        """Forget cached prefixes in every tier. What running requests stand on stays theirs, and can be found, until
+        they end."""
+        self.loop.settle()  # what is on its way into a tier would be found when it arrives
         self.scheduler.flush()
 
     def audit(self) -> None:
@@ -186,33 +189,10 @@ class Engine:
 
     def stats(self) -> dict[str, object]:
         """Numbers of now and totals since the start; the names are those of `/metrics`."""
-        memory, counts = self.scheduler.memory, self.scheduler.counts
-        size, plan = self.config.page_size, self.plan
-        pages, slots = memory.books.pages, memory.books.slots
-        used_bytes = pages.num_used * plan.page_bytes + slots.num_used * plan.slot_bytes
-        return {
-            "num_running_reqs": len(self.scheduler.running),
-            "num_queue_reqs": len(self.scheduler.waiting),
-            "token_usage": used_bytes / plan.arena_bytes if plan.arena_bytes else 0.0,
-            "full_token_usage": pages.num_used / pages.count,
-            "mamba_usage": slots.num_used / slots.count,
-            "kv_used_tokens": pages.num_used * size,
-            "kv_available_tokens": pages.num_free * size,
-            "max_total_num_tokens": pages.count * size,
-            "pages_used": pages.num_used,
-            "slots_used": slots.num_used,
-            "num_retracted_reqs": counts.retractions,
-            "num_steps": counts.steps,
-            "prompt_tokens": counts.prompt_tokens,
-            "generation_tokens": counts.output_tokens,
-            "num_finished_reqs": counts.finished,
-            "num_aborted_reqs": counts.aborted,
-            "policy_version": self.scheduler.policy_version,
-            "num_moves": memory.books.num_moves,
-            "num_adapters": len(self.adapters.facts()),
-            "adapter_bytes": 0 if self.bank is None else self.bank.num_bytes,
-            **({} if memory.cache is None else memory.cache.stats()),
-        }
+        numbers: dict[str, object] = dict(engine_numbers(self.scheduler, self.plan))
+        if self.bank is not None:
+            numbers |= {"num_adapters": len(self.adapters.facts()), "adapter_bytes": self.bank.num_bytes}
+        return numbers
 
     def describe(self) -> dict[str, object]:
         """What this engine is, for people and for a server's Hello."""

@@ -9,14 +9,21 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from typing import Protocol
 
 from baltoro.engine.batch import Plan
-from baltoro.engine.runner import Runner, Ticket
+from baltoro.engine.runner import Ticket
 from baltoro.engine.scheduler import Scheduler
 from baltoro.protocol.completion import TokenDelta
 
 LOADING_S = 0.0005
 """Pause when all that waits waits for a slower tier: short beside reading a file, long beside a look."""
+
+
+class Launcher(Protocol):
+    """What the loop asks of a runner: plans are run one after the other."""
+
+    def launch(self, plan: Plan) -> Ticket: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +37,7 @@ class Flight:
 class Loop:
     """Drives one scheduler and one runner. Single writer: the engine's thread."""
 
-    def __init__(self, scheduler: Scheduler, runner: Runner, *, is_overlapped: bool) -> None:
+    def __init__(self, scheduler: Scheduler, runner: Launcher, *, is_overlapped: bool) -> None:
         self._scheduler, self._runner = scheduler, runner
         self._is_overlapped = is_overlapped
         self._flight: Flight | None = None

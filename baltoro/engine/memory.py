@@ -19,7 +19,7 @@ from baltoro.cache.pages import pages_for
 from baltoro.engine.batch import Draft, Move
 from baltoro.engine.ledger import Ledger
 from baltoro.engine.prefix import Found, PrefixCache
-from baltoro.engine.request import DueSnapshot, Request
+from baltoro.engine.request import DueSnapshot, Places, Request
 from baltoro.errors import InvariantError
 
 
@@ -49,7 +49,7 @@ class Memory:
         return self._enter(request, self.cache.nothing(request), held, reserve)
 
     def _enter(self, request: Request, found: Found, held: int, reserve: int) -> bool:
-        num_full = found.device_depth // self.page_size
+        num_full = min(found.device_depth // self.page_size, len(found.pages))  # none where there is no KV
         wanted = pages_for(len(request.tokens), self.page_size) - num_full
         if not self._can_have(wanted, held, reserve) or not self._make_room(wanted, 1):
             return False
@@ -64,7 +64,7 @@ class Memory:
 
     def grow(self, request: Request, num_tokens: int) -> bool:
         """Pages for `num_tokens`; False, with nothing taken, if they cannot be had."""
-        missing = pages_for(num_tokens, self.page_size) - len(request.pages)
+        missing = -(-num_tokens // self.page_size) - len(request.pages)
         if missing <= 0:
             return True
         if not self._make_room(missing, 0):
@@ -103,7 +103,7 @@ class Memory:
         elif self.cache is not None:
             self.cache.forget(request)
         request.pages = array("q")
-        request.slot = None
+        request.slot = request.places = None
         request.num_computed = request.num_planned = 0
 
     def shed(self, requests: Iterable[Request]) -> bool:
@@ -146,9 +146,15 @@ class Memory:
     def physical_slot(self, slot: int) -> int:
         return self.books.slots.physical(slot)
 
-    def physical_pages(self, request: Request, end: int) -> np.ndarray:
-        """int64, as many as hold the first `end` positions."""
-        return self.ledger.physical_pages(request.pages[: pages_for(end, self.page_size)])
+    def places(self, request: Request, end: int) -> tuple[int, np.ndarray]:
+        """Physical slot of `request`, and int64 the pages that hold its first `end` positions. Looked up again only
+        when a block was moved or the request got more pages."""
+        places, num_moves = request.places, self.books.num_moves
+        if places is None or places.num_moves != num_moves or len(places.pages) != len(request.pages):
+            assert request.slot is not None
+            pages = self.ledger.physical_pages(request.pages)
+            places = request.places = Places(num_moves, self.books.slots.physical(request.slot), pages)
+        return places.slot, places.pages[: -(-end // self.page_size)]
 
     def freeze(self) -> None:
         """A plan is in flight: what it names may not be moved."""
@@ -162,10 +168,9 @@ class Memory:
         if self.cache is not None and self.cache.tier is not None:
             self.cache.tier.end()
 
-    def prefetch(self, request: Request) -> None:
-        """`request` begins to wait."""
-        if self.cache is not None:
-            self.cache.prefetch(request)
+    def must_load(self, request: Request) -> bool:
+        """Whether a request that is about to be admitted should wait for a slower tier instead."""
+        return self.cache is not None and self.cache.must_load(request)
 
     def poll(self) -> None:
         """Pick up what arrived from slower tiers."""
@@ -197,14 +202,16 @@ class Memory:
             self.cache.tier.close()
 
     def audit(self, requests: Iterable[Request]) -> None:
-        """Compare the books with what `requests` (all that hold memory) and the cache say they hold. Errors:
-        LeakError."""
-        holdings = []
+        """Compare the books with what `requests` (all that are alive or leaving) and the cache say they hold, and add
+        the cache up. Errors: LeakError."""
+        holdings, holds = [], []
         for request in requests:
             hold = request.hold
+            holds.append(hold)
             slots = [due.slot for due in (*hold.due, hold.tracked) if due is not None]
             slots += [] if request.slot is None else [request.slot]
             holdings.append(Holding(request.name, request.pages, slots))
         if self.cache is not None:
+            self.cache.audit(holds)
             holdings += self.cache.holdings()
         audit(self.books, holdings)

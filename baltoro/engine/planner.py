@@ -15,7 +15,7 @@ import torch
 
 from baltoro.cache.grid import Grid
 from baltoro.cache.pages import pages_for
-from baltoro.cache.pool import ArenaLayout, ArenaShape, Part
+from baltoro.cache.pool import ALIGNMENT, ArenaLayout, ArenaShape, Part
 from baltoro.engine.config import EngineConfig
 from baltoro.errors import ConfigError
 from baltoro.kernels.precision import acc_dtype
@@ -139,7 +139,8 @@ def _pages(config: EngineConfig, layout: ArenaLayout, memory: int, num_slots: in
     useful = min(num_slots, config.max_running) * pages_for(context, config.page_size)
     if not layout.page_bytes:
         return useful
-    fits = memory // layout.page_bytes - 2  # the sink, and the page that the border cuts
+    # the last bytes may go to alignment; two pages to the sink and to what the border cuts
+    fits = (memory - ALIGNMENT) // layout.page_bytes - 2
     if fits < 1:
         raise ConfigError(
             f"no KV page of {layout.page_bytes} bytes fits beside {num_slots} state slots of {layout.slot_bytes}: "

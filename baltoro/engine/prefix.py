@@ -25,7 +25,10 @@ from baltoro.engine.batch import Draft
 from baltoro.engine.ledger import Ledger
 from baltoro.engine.request import CacheHold, DueSnapshot, MediaRun, Request
 from baltoro.engine.tiers import Find, HostTier
-from baltoro.errors import InvariantError
+from baltoro.errors import InvariantError, LeakError
+
+MAX_ASKS = 4
+"""Times that a request asks the third tier for its prefix before it goes on with what there is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,16 +76,21 @@ class PrefixCache:
         self._ledger, self._has_states, self._is_backing_up = ledger, tree.has_states, is_backing_up
 
     # ---- coming ----------------------------------------------------------------------------------------------------
-    def prefetch(self, request: Request) -> None:
-        """`request` begins to wait: have what only the third tier has of its prompt brought up meanwhile."""
+    def must_load(self, request: Request) -> bool:
+        """`request` is next to be admitted: whether it waits for what only the third tier has of its prompt. Asked only
+        of the next one: prefixes of the whole line would push each other out of the host again. It never waits for
+        ever."""
         if self.tier is None or self.tier.third is None:
-            return
-        self._spell(request)
-        name, ids, last = request.namespace, request.hold.ids, self.grid.floor_endpoint(len(request.tokens) - 1)
-        match = self.tree.match(name, ids, len(request.tokens) - 1)
-        digests = self.tree.digests(name, ids, match.depth, last, parent=match.digest)
-        num_known = (match.kv_depth - match.depth) // self.grid.endpoint
-        request.hold.loading = self.tier.prefetch(digests, num_known, has_states=self._has_states)
+            return False
+        if not self.is_loading(request) and request.hold.num_asks < MAX_ASKS:
+            request.hold.num_asks += 1
+            self._spell(request)
+            name, ids, last = request.namespace, request.hold.ids, self.grid.floor_endpoint(len(request.tokens) - 1)
+            match = self.tree.match(name, ids, len(request.tokens) - 1)
+            digests = self.tree.digests(name, ids, match.depth, last, parent=match.digest)
+            num_known = (match.kv_depth - match.depth) // self.grid.endpoint
+            request.hold.loading = self.tier.prefetch(digests, num_known, has_states=self._has_states)
+        return self.is_loading(request)
 
     def is_loading(self, request: Request) -> bool:
         """Whether `request` waits for a prefix from the third tier."""
@@ -143,7 +151,7 @@ class PrefixCache:
             hold.backup = None
             return
         assert found.match is not None
-        if found.device_depth % self._ledger.page_size:
+        if found.pages and found.device_depth % self._ledger.page_size:
             self._ledger.copy_page(found.pages[-1], own[0])
         hold.pin, hold.depth = found.pin, found.device_depth
         hold.branch = found.match.branch if found.match.branch > found.depth else 0
@@ -182,7 +190,7 @@ class PrefixCache:
     def snapshots(self, draft: Draft) -> tuple[DueSnapshot, ...]:
         """States to be kept on the way through a span: at its deepest grid point, the end of the prompt, the fork; of
         a decode at every interval. Without a slot for one, it is left out."""
-        if not self._has_states:
+        if not self._has_states or (draft.is_decode and self._is_plain(draft)):
             return ()
         taken = []
         for depth, kind in self._points(draft):
@@ -199,6 +207,8 @@ class PrefixCache:
         """Donate the snapshots that have landed; one that is worth keeping only if the request ends here is kept
         back until the next one lands."""
         hold = request.hold
+        if not hold.due and (hold.pin is None or not hold.pin.has_state):  # as in most steps of a decode
+            return
         if hold.pin is not None and hold.pin.has_state:  # restored: the state may go, the path is still of use
             pin = self.tree.pin_at(request.namespace, hold.ids, hold.depth, start=hold.pin)
             self.tree.unpin(hold.pin)
@@ -222,7 +232,9 @@ class PrefixCache:
         unwanted = [due.slot for due in hold.due]  # never landed
         hold.due = []
         depth = self.grid.floor_endpoint(request.num_computed)
-        is_on_grid = self._has_states and 0 < depth == request.num_computed == self.grid.floor(depth)
+        # a row that ran over the end has changed the working slot, though nobody will see what it computed
+        is_whole = self._has_states and request.num_planned == request.num_computed
+        is_on_grid = is_whole and 0 < depth == request.num_computed == self.grid.floor(depth)
         if hold.tracked is not None:
             is_last = not is_on_grid and hold.tracked.depth > hold.state_depth
             if not (is_last and self._insert(request, hold.tracked.depth, hold.tracked.slot, "turn_end")):
@@ -268,7 +280,20 @@ class PrefixCache:
     def holdings(self) -> list[Holding]:
         return self.tree.holdings()
 
+    def audit(self, holds: Sequence[CacheHold]) -> None:
+        """Tree and host tier add up, and every receipt that is out is in one of `holds`. Errors: LeakError."""
+        self.tree.audit()
+        held, out = sum(hold.pin is not None for hold in holds), self.tree.stats().num_pins
+        if held != out:
+            raise LeakError(f"{out} receipts of the prefix tree are out, requests hold {held}")
+        if self.tier is not None:
+            self.tier.audit(hold.backup for hold in holds)
+
     # ---- helpers ---------------------------------------------------------------------------------------------------
+    def _is_plain(self, draft: Draft) -> bool:
+        """Whether a decode passes no boundary; most do."""
+        return draft.end > draft.request.num_prompt and draft.end % self.grid.interval != 0
+
     def _points(self, draft: Draft) -> list[tuple[int, CheckpointKind]]:
         request, start, end = draft.request, draft.start, draft.end
         prompt_end = self.grid.floor(request.num_prompt - 1)
@@ -293,7 +318,7 @@ class PrefixCache:
     def _slot(self) -> int | None:
         books = self._ledger.books
         if not books.has_room(0, 1):
-            self._put_aside(self.tree.evict_states(1))
+            self.give_up(0, 1)
         return self._ledger.take_slot() if books.has_room(0, 1) else None
 
     def _insert(self, request: Request, depth: int, slot: int | None, kind: CheckpointKind) -> bool:
@@ -314,24 +339,6 @@ class PrefixCache:
     def _start(hold: CacheHold, depth: int) -> Pin | None:
         """A place on the way to `depth`, to save the walk."""
         return hold.pin if hold.pin is not None and hold.depth <= depth else None
-
-    def stats(self) -> dict[str, object]:
-        """For `Engine.stats`."""
-        tree, counts = self.tree.stats(), self.counts
-        return {
-            "cache_lookup_tokens": counts.lookup_tokens,
-            "cache_hit_tokens": counts.hit_tokens,
-            "cache_hit_share": counts.hit_tokens / counts.lookup_tokens if counts.lookup_tokens else 0.0,
-            "cache_tokens": tree.num_tokens,
-            "cache_states": tree.num_states,
-            "cache_tombstones": tree.num_tombstones,
-            "cache_evicted_nodes": tree.num_evicted_nodes,
-            "cache_evicted_states": tree.num_evicted_states,
-            "cache_superseded": tree.num_superseded,
-            "num_snapshots": counts.snapshots,
-            "num_skipped_snapshots": counts.skipped_snapshots,
-            **({} if self.tier is None else self.tier.stats()),
-        }
 
     def _spell(self, request: Request) -> None:
         """Bring hold.ids up to the tokens known."""

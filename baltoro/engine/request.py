@@ -15,6 +15,8 @@ from array import array
 from collections import Counter
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from baltoro.cache.host import Reserved
 from baltoro.cache.prefix import Pin
 from baltoro.cache.retention import CheckpointKind
@@ -73,7 +75,7 @@ class CacheHold:
     num_cached  prompt tokens found in the cache when it was first admitted; None before
     depth       how far its prefix is registered in the tree; `pin` stands there
     state_depth depth of its last state in the tree that it brought itself
-    loading     digests of its prefix that were asked of the third tier
+    loading     digests of its prefix that were asked of the third tier; num_asks: how often it asked
     backup      while it waits after a retraction: where its KV and state are on the host
     """
 
@@ -87,6 +89,7 @@ class CacheHold:
     state_depth: int = 0
     backup: HostBackup | None = None
     loading: set[bytes] = field(default_factory=set)
+    num_asks: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +99,15 @@ class DueSnapshot:
     depth: int
     slot: int
     kind: CheckpointKind
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Physical ids of a request's slot and of its pages (int64), right while the books have made `num_moves` moves."""
+
+    num_moves: int
+    slot: int
+    pages: np.ndarray
 
 
 @dataclass(slots=True, kw_only=True)
@@ -150,6 +162,14 @@ class Request:
     prompt_tops: list[tuple[TopLogprob, ...]] = field(default_factory=list)
     num_scoring: int = 0
     """Prompt tokens whose logprobs the plan in flight will bring."""
+    places: Places | None = None
+    """Where slot and pages lie. Single writer: `engine/memory.py`."""
+    has_penalty: bool = field(init=False)
+    """Whether sampling depends on the tokens so far."""
+
+    def __post_init__(self) -> None:
+        params = self.params
+        self.has_penalty = bool(params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1.0)
 
     @property
     def precedence(self) -> tuple[int, int, int]:
@@ -191,14 +211,14 @@ class Request:
             return False
         if self.drawn_at is None:
             return True
-        is_blind = self.mask is not None or has_penalty(self.params)
+        is_blind = self.mask is not None or self.has_penalty
         return not is_blind and self.num_output + 1 < self.max_tokens
 
     def take(self, token: int) -> Ending | None:
         """Append a sampled token and say whether the request ends with it: stop ids and strings before the length."""
         self.tokens.append(token)
         self.num_since_admitted += 1
-        if has_penalty(self.params):
+        if self.has_penalty:
             self.counts[token] += 1
         if self.mask is not None:
             self.mask.push(token)
@@ -210,8 +230,3 @@ class Request:
         if self.num_output >= self.max_tokens:
             return Ending("length")
         return None
-
-
-def has_penalty(params: SamplingParams) -> bool:
-    """Whether sampling depends on the tokens so far."""
-    return bool(params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1.0)

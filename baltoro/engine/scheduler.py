@@ -63,7 +63,7 @@ class Scheduler:
         self.counts = Counts()
         self.policy_version = 0
         self.wants_quiet = False
-        self.classes = LongShort(config)
+        self.classes = LongShort(config, memory.books.pages.count * memory.page_size)
         self.adapters = adapters or AdapterBook()
         self._alive: dict[str, list[Request]] = {}
         self._leaving: list[Request] = []  # ended, but still part of a plan in flight
@@ -92,7 +92,6 @@ class Scheduler:
         self._alive[first.request_id] = list(requests)
         self.adapters.join(requests)
         self.waiting.push(first)
-        self.memory.prefetch(first)
         if first.num_prompt > 1:
             first.forks = rest
         else:
@@ -118,9 +117,12 @@ class Scheduler:
 
     def audit(self) -> None:
         """Errors: LeakError when pages, slots and requests do not add up."""
-        alive = [request for group in self._alive.values() for request in group]
-        self.memory.audit(chain(alive, self._leaving))
-        self.adapters.audit(alive, self.running)
+        self.memory.audit(self.holders())
+        self.adapters.audit(chain.from_iterable(self._alive.values()), self.running)
+
+    def holders(self) -> list[Request]:
+        """All requests that may hold memory: those alive, and those that ended but are still in flight."""
+        return [*chain.from_iterable(self._alive.values()), *self._leaving]
 
     # ---- plan ----------------------------------------------------------------------------------------------------
     def plan(self) -> Plan | None:
@@ -130,6 +132,7 @@ class Scheduler:
         self.counts.steps += 1
         self.wants_quiet = False
         self.memory.poll()
+        self.classes.start_step()
         self._retract_for_debugging()
         before = self.counts.retractions
         self._start_forks()
@@ -140,8 +143,8 @@ class Scheduler:
             self._headroom.on_step()
             self._admit(builder)
         if not builder:
-            has_more = self.running or any(not self.memory.is_loading(request) for request in self.waiting)
-            if has_more and not self._num_flights:
+            has_more = self.running or self.waiting
+            if has_more and not self._num_flights and not any(self.memory.is_loading(r) for r in self.waiting):
                 raise InvariantError("requests wait but none can advance")
             return None
         plan = builder.build(self.memory, self.adapters.take_installs())
@@ -163,11 +166,14 @@ class Scheduler:
                 self.waiting.push(child)
 
     def _plan_decodes(self, builder: PlanBuilder) -> None:
+        page_size = self.memory.page_size
         for request in list(self.running):
             if not builder.room:
                 return
-            is_due = request.state is State.RUNNING and request.num_remaining == 1 and request.can_advance
-            if is_due and self._make_room(request):
+            if request.state is not State.RUNNING or request.num_remaining != 1 or not request.can_advance:
+                continue
+            has_room = request.num_known <= len(request.pages) * page_size
+            if has_room or self._make_room(request):
                 builder.add(request, 1)
 
     def _plan_prefills(self, builder: PlanBuilder) -> None:
@@ -191,11 +197,10 @@ class Scheduler:
 
     def _admit(self, builder: PlanBuilder) -> None:
         """New requests in order of precedence; a class that has spent its share lets the other pass."""
-        self.classes.start_step()
         while builder.room and len(self.running) < self.max_running:
-            in_reach = self.adapters.ready(self.waiting, self.running)
-            ready = (request for request in in_reach if not self.memory.is_loading(request))
-            request = self.classes.next(ready, self.running)
+            request = self.classes.next(self.adapters.ready(self.waiting, self.running), self.running)
+            if request is not None and self.memory.must_load(request):
+                return
             if request is None or not self.memory.admit(request, **self._room()):
                 self.wants_quiet |= self.memory.books.is_cramped
                 return

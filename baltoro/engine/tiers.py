@@ -13,17 +13,18 @@ Single writer: the scheduler, through `prefix.py`. Source: spec/serving.md A.8.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
 from baltoro.cache.evict import Evicted
 from baltoro.cache.host import HostBook, HostEntry, HostPin, Reserved
 from baltoro.cache.host_store import HostStore
-from baltoro.cache.tier import Tier, TierStats, promote, spill
+from baltoro.cache.tier import Tier, promote, spill
 from baltoro.engine.batch import Move
 from baltoro.engine.ledger import Ledger
 from baltoro.engine.request import HostBackup, Request
+from baltoro.errors import LeakError
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +125,8 @@ class HostTier:
         best = 0
         for at, digest in enumerate(digests):
             near, far = self.book.lookup(digest), self.third.lookup(digest)
+            if near is None and self.third.is_landing(digest):
+                return {digest}  # wait until it is written: what lies behind it is told then
             if near is None and far is None and at >= num_known:
                 break
             has_near = near is not None and near.state is not None
@@ -138,6 +141,8 @@ class HostTier:
             if is_of_use and (digest in self._asked or self.third.prefetch(digest)):
                 asked.add(digest)
         self._asked |= asked
+        if asked:  # they count as used now, so that what comes does not push out the rest of its own prefix
+            self.book.unpin(self.book.pin(digest for digest in digests[:best] if self.book.lookup(digest)))
         return asked
 
     def poll(self) -> None:
@@ -145,14 +150,15 @@ class HostTier:
         if self.third is None:
             return
         for done in self.third.landed():
-            if done.kind == "get":
+            if done.kind == "get" and done.digest in self._asked:  # else it was forgotten meanwhile
                 self._asked.discard(done.digest)
                 if done.record is not None:
                     promote(done.record, self.book, self.store, self.third)
 
     def is_asked(self, digests: set[bytes]) -> bool:
         """Whether any of these is still on its way."""
-        return not self._asked.isdisjoint(digests)
+        third = self.third
+        return not self._asked.isdisjoint(digests) or (third is not None and any(map(third.is_landing, digests)))
 
     def load(self, request: Request, find: Find, first_depth: int) -> None:
         """List copies into the request's own memory: KV beyond `first_depth`, and the last state."""
@@ -202,6 +208,10 @@ class HostTier:
             self.book.cancel(ticket)
 
     def flush(self) -> None:
+        """Forget everything that nobody holds. What is listed to be written, or on its way up, will not be found."""
+        self._spent += self._new
+        self._new = []
+        self._asked.clear()
         self.book.clear()
         if self.third is not None:
             self.third.clear()
@@ -211,19 +221,14 @@ class HostTier:
         if self.third is not None:
             self.third.close()
 
-    def stats(self) -> dict[str, object]:
-        """For `Engine.stats`."""
-        book = self.book.stats()
-        return {
-            "host_entries": book.num_entries,
-            "host_pinned": book.num_pinned,
-            "host_states": book.num_states_used,
-            "host_usage": book.num_blocks_used / book.num_blocks if book.num_blocks else 0.0,
-            "host_written_total": book.num_landed_total,
-            "host_spilled_total": book.num_spilled_total,
-            "host_loaded_tokens": self.num_loaded_tokens,
-            **({} if self.third is None else _third_stats(self.third.stats())),
-        }
+    def audit(self, backups: Iterable[HostBackup | None]) -> None:
+        """The books add up, and every receipt that is out is in `backups`, listed or in flight. Errors: LeakError."""
+        self.book.audit()
+        tickets = len(self._new) + len(self._spent) + sum(len(new) + len(spent) for new, _, spent in self._flights)
+        tickets += sum(len(backup.tickets) for backup in backups if backup is not None)
+        pins = len(self._pins) + sum(len(pins) for _, pins, _ in self._flights)
+        if (pins, tickets) != self.book.num_receipts:
+            raise LeakError(f"{self.book.num_receipts} host pins and tickets are out, {(pins, tickets)} are held")
 
     # ---- helpers ---------------------------------------------------------------------------------------------------
     def _reserve(self, digest: bytes, parent: bytes, depth: int, *, has_state: bool) -> Reserved:
@@ -246,13 +251,3 @@ class HostTier:
     def _load_state(self, request: Request, entry: HostEntry) -> None:
         if entry.state is not None and request.slot is not None:
             self._ledger.note(Move("load_state", self._ledger.books.slots.physical(request.slot), entry.state))
-
-
-def _third_stats(stats: TierStats) -> dict[str, object]:
-    return {
-        "disk_entries": stats.num_entries,
-        "disk_bytes": stats.num_bytes,
-        "disk_written_total": stats.num_written_total,
-        "disk_read_total": stats.num_read_total,
-        "disk_bad_total": stats.num_bad_total,
-    }

@@ -82,8 +82,10 @@ def serve(address: str, build: Callable[[], Engine]) -> None:
         socket.connect(address)
         outbox = stack.enter_context(_Outbox(socket))
         start_bytes = resident_bytes()
-        worker = Worker(socket, outbox, build(), start_bytes=start_bytes)
+        engine = build()
+        worker = Worker(socket, outbox, engine, start_bytes=start_bytes)
         stack.callback(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, worker.on_signal))
+        stack.callback(engine.close)  # first on the way out: a second SIGTERM does not cut what the disk tier writes
         worker.work()
 
 

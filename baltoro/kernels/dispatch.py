@@ -20,8 +20,10 @@ from baltoro.kernels.attnres import reference as attnres
 from baltoro.kernels.conv import reference as conv
 from baltoro.kernels.device import Machine, machine
 from baltoro.kernels.kda import chunk, fla, gate
+from baltoro.kernels.kda import decode as kda_decode
 from baltoro.kernels.kda import reference as kda
 from baltoro.kernels.lora import reference as lora
+from baltoro.kernels.mla import decode as mla_decode
 from baltoro.kernels.mla import padded
 from baltoro.kernels.mla import reference as mla
 from baltoro.kernels.moe import device_grouped, experts
@@ -85,6 +87,8 @@ FORMS = "plain torch; gathers per pair for few tokens, groups by expert for many
 LORA = "plain torch, one group of rows per adapter; the only implementation so far"
 FLA = "flash-linear-attention's chunk kernels, forward and backward, for bf16; other dtypes take the reference"
 PADDED = "the framework's fused attention on padded groups of like length; spans with a past take the reference"
+IN_PLACE = "gathered states advance in place, without copies between"
+BY_REQUEST = "each request over its own rows, in cache; nothing is padded to the longest"
 GROUPED = "grouped matrix products, no word to the host, for bf16 dense experts; packed ones take the reference"
 
 
@@ -103,9 +107,11 @@ TABLE: tuple[Row, ...] = (
     Row("kda_gate", ANY, "reference", gate.log_decay, PLAIN),
     Row("kda_chunk", ("cuda",), "fla", fla.chunked, FLA, lambda here: here.has_fla),
     Row("kda_chunk", ANY, "reference", chunk.chunked, CHUNKS),
+    Row("kda_step", ("cpu",), "decode", kda_decode.step, IN_PLACE),
     Row("kda_step", ANY, "reference", kda.step, PLAIN),
     Row("mla_attend", ANY, "padded", padded.attend, PADDED),
     Row("mla_attend", ANY, "reference", mla.attend, PLAIN),
+    Row("mla_attend_absorbed", ("cpu",), "decode", mla_decode.attend_absorbed, BY_REQUEST),
     Row("mla_attend_absorbed", ANY, "reference", mla.attend_absorbed, PLAIN),
     Row("attnres_mix", ANY, "reference", attnres.mix, PLAIN),
     Row("route", ANY, "reference", moe.route, PLAIN),

@@ -3,7 +3,7 @@
 In: what handlers count, what the engine answers to a query. Out: status codes, a Prometheus page.
 Invariants: names are those of SGLang's metrics with the prefix `baltoro:`; a registry belongs to one application, so
 several can live in one process.
-Source: spec/serving.md F.6 for the names.
+The engine's numbers are named in `engine_numbers.py`. Source: spec/serving.md F.6 for the names.
 """
 
 from __future__ import annotations
@@ -14,23 +14,10 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
 from baltoro.observe import Rate
+from baltoro.server.engine_numbers import PREFIX, EngineNumbers
 
-PREFIX = "baltoro:"
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 
-# Gauges that the engine's answer to a query fills, where it has the key.
-ENGINE_GAUGES = {
-    "num_running_reqs": "requests in the running batch",
-    "num_queue_reqs": "requests that wait for admission",
-    "token_usage": "share of the arena that is in use",
-    "full_token_usage": "share of the KV pages that is in use",
-    "mamba_usage": "share of the state slots that is in use",
-    "kv_used_tokens": "tokens whose KV is held",
-    "kv_available_tokens": "tokens whose KV would fit",
-    "cache_hit_rate": "share of prompt tokens found in the prefix cache",
-    "max_total_num_tokens": "tokens that the KV pages hold in total",
-    "num_retracted_reqs": "requests that lost their memory and wait again",
-}
 _LATENCY_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 _STEP_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 
@@ -42,7 +29,8 @@ class Metrics:
         self._registry = CollectorRegistry()
         self._model_name = model_name
         self._rate = Rate()
-        self._gauges = {name: self._gauge(name, text) for name, text in ENGINE_GAUGES.items()}
+        self._engine = EngineNumbers(model_name)
+        self._registry.register(self._engine)
         self._throughput = self._gauge("gen_throughput", "tokens made per second, over the last ten seconds")
         self._prompt = self._counter("prompt_tokens", "tokens of prompts")
         self._generation = self._counter("generation_tokens", "tokens made")
@@ -78,12 +66,10 @@ class Metrics:
             self._whole.observe(total_s)
 
     def page(self, engine: dict[str, Any]) -> bytes:
-        """The metrics page; `engine` is its answer to a query (empty when it gave none)."""
+        """The metrics page; `engine` is its answer to a query; when it is empty, the last one counts."""
         self._throughput.set(self._rate.per_second())
-        for name, gauge in self._gauges.items():
-            value = engine.get(name)
-            if isinstance(value, int | float):
-                gauge.set(value)
+        if engine:
+            self._engine.answer = engine
         return generate_latest(self._registry)
 
     def _gauge(self, name: str, text: str) -> Gauge:

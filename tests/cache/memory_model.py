@@ -48,6 +48,8 @@ class MemoryModel:
         self.holders: Counter[Block] = Counter()
         self.holds: Counter[Block] = Counter()
         self.held_at: dict[Block, int] = {}
+        self.places: dict[Block, int] = {}
+        self.num_frozen = 0
         self.num_written = self.num_refused = self.num_cramped = 0
 
     # ---- operations ----------------------------------------------------------------------------------------------
@@ -99,6 +101,17 @@ class MemoryModel:
             self._forget(block)
         self.audited()
 
+    def freeze(self) -> None:
+        """Between `freeze` and `thaw` every block is held."""
+        self.books.freeze()
+        self.num_frozen += 1
+        self.audited()
+
+    def thaw(self) -> None:
+        self.books.thaw()
+        self.num_frozen -= 1
+        self.audited()
+
     def ask(self, num_pages: int, num_slots: int) -> bool:
         """`has_room`, compared."""
         has_room = self.books.has_room(num_pages, num_slots)
@@ -131,7 +144,8 @@ class MemoryModel:
         pages = num_pages + len(blocks) + num_slots - slots
         if slots > self.shape.max_slots or pages > self.shape.max_pages:
             return False
-        held = [] if is_loose else self.held_at.items()
+        places = self.places if self.num_frozen else self.held_at
+        held = [] if is_loose else [(block, at) for block, at in places.items() if block in self.content]
         slots = max([slots, *(at for (kind, _), at in held if kind == "slot")])
         first_held = min([len(self.slots_below), *(at for (kind, _), at in held if kind == "page")])
         first_page = bisect_left(self.slots_below, slots)  # the lowest border that leaves room for the slots
@@ -148,20 +162,28 @@ class MemoryModel:
         ]
         audit(books, [Holding("all", pages, slots), *sharing])
         assert (books.pages.num_used, books.slots.num_used) == (len(pages), len(slots))
+        before, self.places = self.places, self._all_places()
         for block, tag in self.content.items():
-            place = self.held_at[block] if block in self.held_at else self.place(block)
-            if self.holders[block]:
-                assert place == self.place(block), "a held block keeps its place"
+            place = self.places[block]
+            assert place == self.held_at.get(block, place), "a held block keeps its place"
+            assert not self.num_frozen or place == before.get(block, place), "no block moves while the books are frozen"
             assert (self._bytes_of(block[0], place) == tag).all(), f"{block} lost its bytes"
         assert (self._bytes_of("slot", 0) == SINK).all() and (self._bytes_of("page", 0) == SINK).all()
         pages_free, slots_free = books.pages.num_free, books.slots.num_free
         assert self.fits(pages_free, 0) and not self.fits(pages_free + 1, 0)
         assert self.fits(0, slots_free) and not self.fits(0, slots_free + 1)
 
+    def _all_places(self) -> dict[Block, int]:
+        pages = [block for block in self.content if block[0] == "page"]
+        found = self.books.pages.physical(np.array([page for _, page in pages], dtype=np.int64))
+        slots = {block: self.place(block) for block in self.content if block[0] == "slot"}
+        return slots | dict(zip(pages, found.tolist(), strict=True))
+
     # ---- helpers -------------------------------------------------------------------------------------------------
     def _taken(self, blocks: list[Block]) -> None:
         self._move()
         for block in blocks:
+            self.places.pop(block, None)
             assert block[1] >= 1 and block not in self.content
             self.num_written += 1
             self.content[block] = self.num_written

@@ -7,6 +7,7 @@ All values are small integers, exact in any float, so a request's whole output c
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -143,14 +144,18 @@ def expected(
     index: int = 0,
     can_end: bool = False,
 ) -> list[int]:
-    """The output of one completion, computed alone and without a cache; `params` without text stops and penalties."""
+    """The output of one completion, computed alone and without a cache; `params` without text stops."""
     config, tokens = config or stub_config(), list(prompt)
     seed = fork_seed(params.seed or 0, index)
-    for _ in range(params.max_tokens):
-        draw = Draw(params, seed, len(tokens))
+    is_penalised = bool(params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1.0)
+    stops = (*params.stop_token_ids, *(() if params.ignore_eos else (EOS,)))
+    for done in range(params.max_tokens):
+        counts = Counter(tokens[len(prompt) :]) if is_penalised else None
+        seen = frozenset(prompt) if params.repetition_penalty != 1.0 else frozenset()
+        draw = Draw(params, seed, len(tokens), seen, counts, stops if done < params.min_tokens else ())
         (found,) = sample(logits_after(tokens, config, can_end=can_end).unsqueeze(0), [draw])
         tokens.append(found.token)
-        if found.token in params.stop_token_ids or (found.token == EOS and not params.ignore_eos):
+        if found.token in stops:
             break
     return tokens[len(prompt) :]
 

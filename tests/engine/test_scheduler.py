@@ -274,3 +274,11 @@ def test_models_with_one_kind_of_state_run(kind: str) -> None:
     deltas = run(engine)
     params = SamplingParams(temperature=0.0, max_tokens=9)
     assert tokens_of(deltas["a", 1]) == expected(PROMPTS[4], params, config=config, index=1)
+
+
+def test_a_small_share_of_a_small_step_still_lets_a_long_prompt_advance() -> None:
+    engine = make_engine(max_batch_tokens=2, max_running=1, long_prompt_tokens=12, long_share=0.1)
+    submit(engine, "long", PROMPTS[3], max_tokens=2)
+    submit(engine, "short", PROMPTS[1], max_tokens=2)
+    deltas = run(engine)
+    assert tokens_of(deltas["long", 0]) == expected(PROMPTS[3], SamplingParams(temperature=0.0, max_tokens=2))

@@ -210,3 +210,23 @@ def test_an_orphan_ends_itself(server: Server) -> None:
     gone.register(child, select.POLLIN)
     assert gone.poll(15_000), "the worker outlived its parent"
     os.close(child)
+
+
+def test_a_worker_that_drains_finishes_its_disk_tier(server: Server, tmp_path: Path) -> None:
+    options = {"prefix_cache": True, "hash_endpoint": 4, "track_interval": 8, "host_cache_bytes": 6_000}
+    options |= {"disk_cache_dir": str(tmp_path / "prefixes")}
+
+    def drain() -> None:
+        assert isinstance(server.receive(), Hello)
+        for name in "abcdefghi":
+            prompt = tuple((ord(name) * 7 + at) % 50 for at in range(60))
+            server.send(Submit(request_id=name, token_ids=prompt, params=GREEDY))
+        server.send(Shutdown())
+
+    client = threading.Thread(target=drain)
+    client.start()
+    serve(server.address, lambda: make_engine(**options))  # in the main thread: it listens for SIGTERM
+    client.join(30)
+    again = make_engine(**options)  # the folder is free
+    assert again.stats()["disk_entries"] == len(list((tmp_path / "prefixes").glob("*.prefix"))) > 0  # type: ignore[operator]
+    again.close()

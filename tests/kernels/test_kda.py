@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import pytest
@@ -9,9 +10,10 @@ import torch
 from torch import Tensor
 
 from baltoro.errors import ShapeError
+from baltoro.kernels.kda import decode, reference
 from baltoro.kernels.kda.chunk import chunked
 from baltoro.kernels.kda.gate import log_decay
-from baltoro.kernels.kda.reference import l2_norm, recurrent, step
+from baltoro.kernels.kda.reference import l2_norm, recurrent
 from baltoro.kernels.spans import Spans
 
 H, K, V = 3, 6, 5
@@ -202,7 +204,14 @@ def test_slow_decay_remembers_the_entering_state_for_hundreds_of_tokens() -> Non
     assert (run(x._replace(beta=x.beta * 0.01), spans)[0] - without)[-1].abs().max() > 1e-3
 
 
-def test_step_equals_recurrent_in_place_and_leaves_other_slots_alone() -> None:
+@pytest.fixture(params=[reference.step, decode.step], ids=["reference", "decode"])
+def step(request: pytest.FixtureRequest) -> Callable[..., Tensor]:
+    """The forms of the decode step."""
+    form: Callable[..., Tensor] = request.param
+    return form
+
+
+def test_step_equals_recurrent_in_place_and_leaves_other_slots_alone(step: Callable[..., Tensor]) -> None:
     x = inputs(3)
     state = torch.randn(7, H, V, K, dtype=torch.float64)
     slots = torch.tensor([5, 0, 2])
@@ -214,7 +223,7 @@ def test_step_equals_recurrent_in_place_and_leaves_other_slots_alone() -> None:
     assert torch.equal(state[untouched], before[untouched])
 
 
-def test_steps_continue_where_a_chunk_ended() -> None:
+def test_steps_continue_where_a_chunk_ended(step: Callable[..., Tensor]) -> None:
     x = inputs(75)
     expected = naive(x, Spans.build([75]))
     o, state = run(x.rows(0, 70, x.state), Spans.build([70]))

@@ -79,7 +79,7 @@ def expert_delta(slots: tuple[int, ...], lengths: tuple[int, ...]) -> ExpertDelt
     return ExpertDelta(w1, w3, w2, rows_of(slots, lengths))
 
 
-@pytest.mark.parametrize("form", [moe.gathered, moe.grouped])
+@pytest.mark.parametrize("form", [moe.gathered, moe.grouped, moe.everywhere])
 @pytest.mark.parametrize("slots", [(1, 0, 2), (2, 2, 2)])
 def test_experts_with_shared_outer_factors_equal_their_merge(form: object, slots: tuple[int, ...]) -> None:
     base = ExpertWeights(draw(5, 6, 4, seed=7), draw(5, 6, 4, seed=8), draw(5, 4, 6, seed=9))

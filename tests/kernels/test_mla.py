@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
 
 from baltoro.errors import ShapeError
-from baltoro.kernels.mla.reference import attend, attend_absorbed
+from baltoro.kernels.mla import decode, reference
+from baltoro.kernels.mla.reference import attend
 from baltoro.kernels.spans import Spans
 
 H, DQ, DV = 3, 6, 5
@@ -70,6 +73,14 @@ def test_keys_that_do_not_fit_the_spans_are_a_shape_error() -> None:
 
 
 R, DR, DN, PAGE = 6, 2, 4, 4
+Absorbed = Callable[..., tuple[Tensor, Tensor]]
+
+
+@pytest.fixture(params=[reference.attend_absorbed, decode.attend_absorbed], ids=["reference", "decode"])
+def attend_absorbed(request: pytest.FixtureRequest) -> Absorbed:
+    """The forms of absorbed attention."""
+    form: Absorbed = request.param
+    return form
 
 
 def paged(rows: list[Tensor], num_pages: int = 9) -> tuple[Tensor, Tensor, Tensor]:
@@ -84,7 +95,7 @@ def paged(rows: list[Tensor], num_pages: int = 9) -> tuple[Tensor, Tensor, Tenso
     return kv, table, torch.tensor([len(x) for x in rows])
 
 
-def test_absorbed_equals_expanded_through_kv_b_with_nan_beyond_the_lengths() -> None:
+def test_absorbed_equals_expanded_through_kv_b_with_nan_beyond_the_lengths(attend_absorbed: Absorbed) -> None:
     rows = [randn(n, R + DR) for n in (5, 1, 8)]
     kv_b = randn(H, DN + DV, R)  # per head: rows of k_nope, then rows of v
     q = randn(3, H, DN + DR)
@@ -102,7 +113,7 @@ def test_absorbed_equals_expanded_through_kv_b_with_nan_beyond_the_lengths() -> 
         torch.testing.assert_close(lse[n], torch.logsumexp(scores, -1), atol=1e-12, rtol=0)
 
 
-def test_parts_of_a_sequence_merge_by_their_log_sum_exp() -> None:
+def test_parts_of_a_sequence_merge_by_their_log_sum_exp(attend_absorbed: Absorbed) -> None:
     rows = randn(7, R + DR)
     query = randn(1, H, R + DR)
     whole, whole_lse = attend_absorbed(query, *paged([rows]), latent=R, scale=0.5)
@@ -113,14 +124,14 @@ def test_parts_of_a_sequence_merge_by_their_log_sum_exp() -> None:
     torch.testing.assert_close(merged, whole, atol=1e-13, rtol=0)
 
 
-def test_no_keys_give_zero_output_and_minus_infinite_lse() -> None:
+def test_no_keys_give_zero_output_and_minus_infinite_lse(attend_absorbed: Absorbed) -> None:
     kv, table, _ = paged([randn(3, R + DR)])
     out, lse = attend_absorbed(randn(1, H, R + DR), kv, table, torch.tensor([0]), latent=R, scale=1.0)
     assert torch.equal(out, torch.zeros_like(out))
     assert torch.equal(lse, torch.full_like(lse, float("-inf")))
 
 
-def test_large_scores_do_not_overflow() -> None:
+def test_large_scores_do_not_overflow(attend_absorbed: Absorbed) -> None:
     kv, table, lengths = paged([randn(5, R + DR) * 1e3])
     out, lse = attend_absorbed(randn(1, H, R + DR) * 1e3, kv, table, lengths, latent=R, scale=1.0)
     assert out.isfinite().all() and lse.isfinite().all()

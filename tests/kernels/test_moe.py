@@ -10,7 +10,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from baltoro.kernels.moe.experts import MAX_GATHERED_PAIRS, ExpertWeights, Packed, expert_product, gathered, grouped
+from baltoro.kernels.moe.experts import (
+    MAX_GATHERED_PAIRS,
+    ExpertWeights,
+    Packed,
+    everywhere,
+    expert_product,
+    gathered,
+    grouped,
+)
 from baltoro.kernels.moe.reference import route, silu_glu, situ_glu
 from baltoro.kernels.quant import mxfp4, mxfp8
 
@@ -145,7 +153,7 @@ def naive(z: Tensor, ids: Tensor, weights: Tensor, experts: ExpertWeights) -> Te
     return out
 
 
-FORMS: list[Callable[..., Tensor]] = [gathered, grouped, expert_product]
+FORMS: list[Callable[..., Tensor]] = [gathered, grouped, everywhere, expert_product]
 
 
 @pytest.mark.parametrize("form", FORMS)

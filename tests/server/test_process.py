@@ -105,7 +105,7 @@ def test_200_requests_at_once_all_get_their_tokens(server: Process) -> None:
         replies = list(pool.map(lambda i: http.post("/v1/completions", json=body | {"seed": i}), range(200)))
     assert {reply.status_code for reply in replies} == {200}
     assert {reply.json()["usage"]["completion_tokens"] for reply in replies} == {4}
-    until(lambda: server.stats()["num_running_reqs"] == server.stats()["slots_used"] == 0)
+    until(lambda: server.stats()["num_running_reqs"] == server.stats()["slots_held"] == 0)
 
 
 def test_completions_and_logprobs(server: Process) -> None:
@@ -183,7 +183,7 @@ def test_a_client_that_leaves_frees_what_it_had(server: Process, stream: bool) -
         until(lambda: server.stats()["num_running_reqs"] == 1)
     until(lambda: server.stats()["num_running_reqs"] == 0)
     stats = server.stats()
-    assert stats["pages_used"] == stats["slots_used"] == 0
+    assert stats["kv_used_tokens"] == stats["slots_held"] == 0
     assert stats["num_finished_reqs"] == done + 1
 
 

@@ -4,8 +4,9 @@
 
 Weights are dense [E, out, in], or packed MXFP4 that is dequantised on use, a few experts at a time, and never written.
 Product with the routing weight and the sum over experts in the accumulate dtype, in the order of `ids`, rounded once:
-a token's result does not depend on who else is in the batch beyond the rounding of matrix products. Two forms of the
-same: token-centric (gather the weights of each pair; decode) and grouped by expert (prefill, training).
+a token's result does not depend on who else is in the batch beyond the rounding of matrix products. Three forms of the
+same: token-centric (gather the weights of each pair; decode), grouped by expert (prefill, training), and every token
+through every expert (a batched decode that hits most of a few small experts anyway: three products instead of many).
 Source: spec/k3.md 3.7 steps 6 and 7, spec/kernels.md E.4.
 """
 
@@ -27,6 +28,9 @@ Activation = Callable[[Tensor, Tensor], Tensor]
 
 # Up to this many (token, expert) pairs the weights are gathered per pair; beyond, experts are visited once each.
 MAX_GATHERED_PAIRS = 32
+# Every token goes through every expert where that is at most so many multiplications a matrix, and so many times
+# those that are needed: below, the time goes into starting products, not into doing them (2 CPU cores, 2026-11-30).
+MAX_EVERYWHERE, MAX_WASTE = 1 << 22, 8
 # Packed weights are dequantised as many experts at a time as fit into this many elements, at least one.
 DEQUANTISE_AT_ONCE = 1 << 22
 
@@ -81,8 +85,11 @@ def expert_product(
     through MXFP8 fake quantisation. Gradients are straight-through. `delta`: terms of adapters, which read the inputs
     of both products unquantised.
     """
-    form = gathered if ids.numel() <= MAX_GATHERED_PAIRS else grouped
     experts = experts.fake() if fake_weights else experts
+    if ids.numel() <= MAX_GATHERED_PAIRS:
+        form = gathered
+    else:
+        form = everywhere if _is_small(ids, experts) and not torch.is_grad_enabled() else grouped
     return form(z, ids, weights, experts, activation=activation, fake_activations=fake_activations, delta=delta)
 
 
@@ -137,6 +144,44 @@ def grouped(
     if delta is not None:
         total = delta.add_second(total, hidden, weights.flatten()[order], tokens, sorted_ids)
     return total.to(z.dtype)
+
+
+def everywhere(
+    z: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    experts: ExpertWeights,
+    *,
+    activation: Activation,
+    fake_activations: bool = False,
+    delta: ExpertDelta | None = None,
+) -> Tensor:
+    """`expert_product` for few and small experts: all of them work on all tokens, and each token picks its own."""
+    every = torch.arange(_num_experts(experts), device=z.device)
+    w1, w3, w2 = experts.take(every, z.dtype)
+    rows = (mxfp8.fake(z) if fake_activations else z).expand(len(every), *z.shape)
+    gate, up = torch.bmm(rows, w1.mT), torch.bmm(rows, w3.mT)  # [E, T, F]
+    tokens = torch.arange(len(z), device=z.device).repeat_interleave(ids.shape[1])
+    pairs = ids.flatten(), tokens
+    if delta is not None:  # of the pairs that were picked; others are thrown away below
+        picked = delta.add_first(gate[pairs], up[pairs], z, tokens, ids.flatten())
+        gate, up = gate.index_put(pairs, picked[0]), up.index_put(pairs, picked[1])
+    hidden = activation(gate, up)
+    out = torch.bmm(mxfp8.fake(hidden) if fake_activations else hidden, w2.mT)  # [E, T, M]
+    total = _combine(out[pairs], weights, z)
+    if delta is not None:
+        total = delta.add_second(total, hidden[pairs], weights.flatten(), tokens, ids.flatten())
+    return total.to(z.dtype)
+
+
+def _num_experts(experts: ExpertWeights) -> int:
+    return len(experts.w1.packed if isinstance(experts.w1, Packed) else experts.w1)
+
+
+def _is_small(ids: Tensor, experts: ExpertWeights) -> bool:
+    weight = experts.w1.packed if isinstance(experts.w1, Packed) else experts.w1
+    num_experts, size = len(weight), weight[0].numel() * (2 if isinstance(experts.w1, Packed) else 1)
+    return num_experts * len(ids) * size <= MAX_EVERYWHERE and num_experts <= MAX_WASTE * ids.shape[1]
 
 
 def _combine(out: Tensor, weights: Tensor, z: Tensor) -> Tensor:
