@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from baltoro.cli.adapters import AdapterOptions, takes_adapter_options
 from baltoro.cli.memory import CacheOptions, takes_cache_options
 
 if TYPE_CHECKING:
@@ -37,17 +38,6 @@ Memory = Annotated[str, typer.Option(help="Bytes for KV and state, such as 4GiB.
 Dtype = Annotated[str, typer.Option(help="auto, bfloat16, float32 or float64.")]
 Device = Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")]
 Seed = Annotated[int, typer.Option(help="Seed of requests that bring none.")]
-LoraModules = Annotated[
-    list[str] | None, typer.Option(help="An adapter to load, NAME=PATH; may be given again.", show_default=False)
-]
-MaxLoras = Annotated[
-    int, typer.Option(help="Adapters in one step. 0: as many as --lora-modules, none without; then none can be loaded.")
-]
-MaxLoraRank = Annotated[int, typer.Option(help="Largest rank of an adapter.")]
-MaxLoadedLoras = Annotated[int, typer.Option(help="Adapters kept in host memory. 0: no limit.")]
-LoraExperts = Annotated[
-    bool, typer.Option("--lora-experts/--no-lora-experts", help="Room for adapters of routed experts.")
-]
 Thinking = Annotated[
     bool, typer.Option("--thinking/--no-thinking", help="Whether answers are thought out unless a client says.")
 ]
@@ -62,6 +52,7 @@ LogJson = Annotated[bool, typer.Option("--log-json", help="One JSON object per l
 
 
 @takes_cache_options
+@takes_adapter_options
 def serve(
     model: Model = None,
     host: Host = "127.0.0.1",
@@ -77,11 +68,6 @@ def serve(
     dtype: Dtype = "auto",
     device: Device = "cpu",
     seed: Seed = 0,
-    lora_modules: LoraModules = None,
-    max_loras: MaxLoras = 0,
-    max_lora_rank: MaxLoraRank = 32,
-    max_loaded_loras: MaxLoadedLoras = 0,
-    lora_experts: LoraExperts = True,
     thinking: Thinking = True,
     effort: Effort = None,
     max_body: MaxBody = "64MiB",
@@ -90,6 +76,7 @@ def serve(
     log_json: LogJson = False,
     *,
     cache: CacheOptions,
+    adapters: AdapterOptions,
 ) -> None:
     """Serve a model over the OpenAI API, until Ctrl-C or SIGTERM.
 
@@ -126,12 +113,8 @@ def serve(
         dtype=dtype,
         device=device,
         seed=seed,
-        max_loras=max_loras or len(lora_modules or ()),
-        max_lora_rank=max_lora_rank,
-        max_loaded_loras=max_loaded_loras,
-        lora_experts=lora_experts,
-        lora_modules=tuple(lora_modules or ()),
         **cache.engine_fields(),
+        **adapters.engine_fields(),
     )
     server = ServerConfig(
         model_name=name or folder.resolve().name,

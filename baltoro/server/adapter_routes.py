@@ -85,12 +85,7 @@ def router(service: Service) -> APIRouter:
         _no_pin(body.pinned)
         if body.added_tokens_config:
             raise RequestError("adapters with tokens of their own are not supported", param="added_tokens_config")
-        try:
-            tensors = base64.b64decode(body.serialized_tensors, validate=True)
-        except binascii.Error as error:
-            raise RequestError(
-                f"serialized_tensors must be base64 of a safetensors file: {error}", param="serialized_tensors"
-            ) from error
+        tensors = _decoded(body.serialized_tensors)
         facts = await service.worker.load_adapter(body.lora_name, tensors=tensors, config=body.config_dict)
         service.adapters.facts = facts
         return _listing(service)
@@ -114,6 +109,14 @@ def router(service: Service) -> APIRouter:
         return Response(f"Success: LoRA adapter '{name}' removed successfully.", media_type="text/plain")
 
     return routes
+
+
+def _decoded(text: str) -> bytes:
+    try:
+        return base64.b64decode(text, validate=True)
+    except binascii.Error as error:
+        words = f"serialized_tensors must be base64 of a safetensors file: {error}"
+        raise RequestError(words, param="serialized_tensors") from error
 
 
 def _no_pin(pinned: bool) -> None:
