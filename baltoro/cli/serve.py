@@ -113,8 +113,7 @@ def serve(
         dtype=dtype,
         device=device,
         seed=seed,
-        **cache.engine_fields(),
-        **adapters.engine_fields(),
+        **(cache.engine_fields() | adapters.engine_fields()),
     )
     server = ServerConfig(
         model_name=name or folder.resolve().name,
@@ -126,8 +125,7 @@ def serve(
         default_sampling=default_sampling(folder),
         patch_size=vision_patch_size(folder),
     )
-    listener = bind(host, port)
-    tell = partial(_tell_ready, host, listener, time.monotonic())
+    tell = partial(_tell_ready, host, listener := bind(host, port), time.monotonic())
     with EngineProcess(folder, engine, LogOptions(log_level, log_json)) as process:
         from baltoro.cli.serving import serve_until_stopped  # seconds of imports, while the engine loads
 

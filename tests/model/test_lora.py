@@ -262,3 +262,19 @@ def test_a_wrong_number_of_slots_is_our_bug() -> None:
 
     with pytest.raises(ShapeError, match="2 adapter slots for 1 spans"):
         train_context(torch.tensor([1, 2]), (2,), adapters=(1, 1))
+
+
+def test_keys_of_the_cache_are_expanded_through_their_readers_adapter() -> None:
+    """Prefill spans that go on from a cache, of three requests in one step: kv_b sees more rows than the step has."""
+    model, bank = _with_bank("k3")
+    for slot in (1, 2):
+        bank.install(slot, random_adapter(model.config, 3, seed=slot, wants=lambda site: _is_kind(site, "mla kv_b")))
+    prompts = [random_tokens(n, model.config.vocab_size, seed=n) for n in (30, 41, 25)]
+    together, slots = Harness(model, 3), (2, 0, 1)
+    together.adapters = slots
+    together.step([(n, prompt[:9]) for n, prompt in enumerate(prompts)])
+    outs = together.step([(n, prompt[9:]) for n, prompt in enumerate(prompts)])
+    for n, prompt in enumerate(prompts):
+        alone = Harness(model, 1)
+        alone.adapters = (slots[n],)
+        torch.testing.assert_close(outs[n], alone.run(0, prompt, (len(prompt),))[9:], atol=1e-11, rtol=0)
