@@ -3,7 +3,8 @@
 In: a model, how many adapter slots, the largest rank. Out: an AdapterBank; installing an adapter copies its factors
 into one slot, in place, so that addresses never change. A site without factors in a slot costs nothing there.
 The same factors serve a trainer: it installs where it starts, lets `AdapterBank.parameters` have gradients and steps
-them; a forward reads and never writes them, `read` exports them. They are no part of the model's state_dict: a base has the same files and fingerprint with or without a bank.
+them; a forward reads and never writes them, `read` exports them. They are no part of the model's state_dict: a base has
+the same files and fingerprint with or without a bank.
 Invariants: slots count from 1, 0 is no adapter; ranks below the largest are zeros; the base is never written, except by
 `merge_adapter`, which refuses a quantised one.
 Source: spec/training.md A.5, B.2 (1, 2, 8, 9, 11).
