@@ -1,6 +1,8 @@
-"""One number from the losses of tokens: written denominators, and the same gradient for every split into micro-batches."""
+"""One number from the losses of tokens: written denominators, one gradient for every split into micro-batches."""
 
 from __future__ import annotations
+
+from itertools import pairwise
 
 import pytest
 import torch
@@ -88,7 +90,7 @@ def test_the_gradient_is_that_of_one_batch_for_every_split(name: str, order: lis
     """Rows in any order, cut anywhere: trajectories fall apart into several micro-batches."""
     weights = torch.linspace(-0.5, 0.5, 15, dtype=torch.float64)
     bounds = [0, *sorted(cuts), 10]
-    parts = [torch.tensor(order[a:b]) for a, b in zip(bounds, bounds[1:], strict=False)]
+    parts = [torch.tensor(order[a:b]) for a, b in pairwise(bounds)]
     whole, loss = _step_gradient(ALGORITHMS[name], weights, [torch.arange(10)])
     split, split_loss = _step_gradient(ALGORITHMS[name], weights, parts)
     assert whole.abs().max() > 1e-6

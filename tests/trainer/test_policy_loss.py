@@ -56,7 +56,7 @@ def test_clipped_is_the_written_formula(dual: float | None, seed: int) -> None:
 
     terms = clipped(*rows, dual=dual)
     torch.testing.assert_close(_gradient(terms.losses, rows[0]), _written(formula, rows), rtol=1e-12, atol=0)
-    now, old, advantages, mask = rows
+    now, _, advantages, mask = rows
     is_flat = mask & (advantages != 0) & (_gradient(clipped(*rows, dual=dual).losses, now) == 0)
     assert torch.equal(is_flat, terms.is_low | terms.is_high) and is_flat.any()
 
@@ -87,10 +87,10 @@ def test_by_trajectory_is_the_written_formula(seed: int) -> None:
     rows = _rows(seed)
     now, old, advantages, mask = rows
     written = torch.zeros((), dtype=torch.float64)
-    lengths = [int((mask & (TRAJECTORY == n)).sum()) for n in range(7)]
+    lengths = [int((mask & (n == TRAJECTORY)).sum()) for n in range(7)]
     for n, length in enumerate(lengths):
         if length:
-            mine = mask & (TRAJECTORY == n)
+            mine = mask & (n == TRAJECTORY)
             ratio = ((now - old)[mine].sum() / length).exp()
             a = advantages[mine][0]
             written = written - torch.minimum(ratio * a, ratio.clamp(0.9, 1.15) * a) / sum(c > 0 for c in lengths)
