@@ -73,9 +73,9 @@ class ThrottleConfig:
     """How many trajectories may run at once, from the engine's pressure. Shares are of its pool."""
 
     low: float = 0.6  # grow while the pool is emptier than this and nobody waits
-    soft: float = 0.8  # above it, come down to `target`
+    soft: float = 0.8  # above it, come down to `target`, once a turnover
     target: float = 0.7
-    hard: float = 0.9  # above it, the youngest are paused as well
+    hard: float = 0.9  # above it, come down at once, and pause the youngest
     growth: float = 1.25  # a turnover: as many trajectories ended as were allowed
     cut: float = 0.8  # after a retraction
     queue_cut: float = 0.9  # after `patience` looks at a line longer than half of what runs

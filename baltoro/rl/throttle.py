@@ -2,8 +2,8 @@
 
 In: the last state, a look at the engine (`engine.pressure`), how many trajectories ended since. Out: the next state.
 Multiplicative both ways: up by a quarter a turnover while there is room, down when the pool is nearly full, when a line
-builds up, or when something was retracted. Contexts grow while they run, so the pool of now says too little about the
-pool of later: hence the wide gap between where growth ends and where trimming begins.
+builds up, or when something was retracted. Contexts grow while they run, so a new cap shows in the pool a turnover
+later: hence the wide gap between where growth ends and where trimming begins, and one soft trim a turnover.
 Invariants: pure; the cap stays within least..most; trajectories that ended without a token are no turnover.
 Source: spec/training.md C.15.
 """
@@ -41,7 +41,7 @@ def next_throttle(last: Throttle, now: Pressure, config: ThrottleConfig, *, ende
     share = now.pool_share
     if now.retractions > last.retractions:
         cap = math.floor(min(last.cap, max(now.active, 1)) * config.cut)
-    elif share > config.soft:
+    elif share > config.hard or (share > config.soft and ended >= last.cap):
         cap = min(last.cap, math.floor(now.active * config.target / share))
     elif long_lines >= config.patience:
         cap = math.floor(last.cap * config.queue_cut)
