@@ -14,7 +14,7 @@ from typing import Any
 
 from baltoro.bench.replay import Replay, Replayed
 from baltoro.bench.replay_plan import replay_config
-from baltoro.bench.replay_report import by_phase, whole_within
+from baltoro.bench.replay_report import by_label, whole_within
 from baltoro.bench.shapes import named_shape, rank_shape
 from baltoro.bench.trace import TraceRequest
 from baltoro.bench.trace_make import AgentShape, MixedShape, agent_trace, mixed_trace
@@ -27,12 +27,12 @@ TOTALS = ("hit_share", "computed_share", "computed_tokens", "held_bytes", "peak_
 
 
 def mixed(shape: MixedShape | None = None, *, arena_bytes: int = MIXED_BYTES) -> dict[str, Any]:
-    """By phase: requests that ended without ever being retracted, by the time the faster pool was through with all."""
+    """By label: requests that ended without ever being retracted, by the time the faster pool was through with all."""
     trace = mixed_trace(shape or MixedShape())
     runs = {pool: replay(trace, arena_bytes, pool=pool) for pool in ("unified", "fixed")}
-    phases = {pool: by_phase(found) for pool, found in runs.items()}
+    labels = {pool: by_label(found) for pool, found in runs.items()}
     rows: dict[str, Any] = {}
-    for one, other in zip(phases["unified"], phases["fixed"], strict=True):
+    for one, other in zip(labels["unified"], labels["fixed"], strict=True):
         window = min(one.last_s, other.last_s)
         whole = {pool: whole_within(found, one.name, window) for pool, found in runs.items()}
         seconds = {"unified": one.last_s, "fixed": other.last_s}

@@ -51,7 +51,7 @@ class Outcome:
     """How one request fared. Times in seconds of the replay's clock; `num_cached` at its first admission."""
 
     id: str
-    phase: str
+    label: str
     arrival: float
     ended: float
     num_prompt: int
@@ -210,7 +210,7 @@ class Replay:
         most = self.found.plan.max_context
         if len(prompt) >= most:
             clock = self._runner.clock
-            self.found.outcomes.append(Outcome(line.id, line.phase, line.arrival, clock, len(prompt), 0, 0, 0, True))
+            self.found.outcomes.append(Outcome(line.id, line.label, line.arrival, clock, len(prompt), 0, 0, 0, True))
             self._release(line.id, ready, later)
             on_end()
             return
@@ -239,7 +239,7 @@ class Replay:
         num_cached = request.hold.num_cached or 0
         self.found.hit_tokens += num_cached
         counts = (request.num_prompt, request.num_output, num_cached, self._retracted.pop(name, 0))
-        self.found.outcomes.append(Outcome(name, line.phase, line.arrival, self._runner.clock, *counts))
+        self.found.outcomes.append(Outcome(name, line.label, line.arrival, self._runner.clock, *counts))
         self._release(name, ready, later)
 
     def _release(self, name: str, ready: list[Any], later: dict[str, Any]) -> None:

@@ -34,7 +34,7 @@ def plot_replay(found: Replayed, path: Path, title: str) -> None:
 
 
 def _draw_pool(axes: Any, found: Replayed) -> None:
-    """Bytes of requests and of the tree: slots from below, pages from above, as they lie in the arena."""
+    """Bytes in use, and those of them that the tree holds: slots from below, pages from above, as in the arena."""
     plan, samples = found.plan, found.samples
     times = [one.time_s for one in samples]
     total = plan.arena_bytes / GIB
@@ -42,20 +42,34 @@ def _draw_pool(axes: Any, found: Replayed) -> None:
     tree_slots = [one.tree_states * plan.slot_bytes / GIB for one in samples]
     pages = [total - one.pages * plan.page_bytes / GIB for one in samples]
     tree_pages = [total - one.tree_pages * plan.page_bytes / GIB for one in samples]
-    axes.fill_between(times, 0, slots, color="tab:blue", alpha=0.7, label="slots of requests")
-    axes.fill_between(times, 0, tree_slots, color="tab:cyan", label="states in the tree")
-    axes.fill_between(times, pages, total, color="tab:red", alpha=0.7, label="pages of requests")
-    axes.fill_between(times, tree_pages, total, color="tab:orange", label="pages in the tree")
+    axes.fill_between(times, 0, slots, color="tab:blue", alpha=0.7, step="post", label="slots")
+    axes.fill_between(times, 0, tree_slots, color="tab:cyan", step="post", label="of these in the tree")
+    axes.fill_between(times, pages, total, color="tab:red", alpha=0.7, step="post", label="pages")
+    axes.fill_between(times, tree_pages, total, color="tab:orange", step="post", label="of these in the tree")
     axes.set(ylabel="arena, GiB", ylim=(0, total))
-    axes.legend(loc="center right", fontsize="small")
+    axes.legend(loc="center", fontsize="small")
 
 
 def _draw_gap(axes: Any, found: Replayed) -> None:
     times = [one.time_s for one in found.samples]
-    axes.plot(times, [one.gap_bytes / GIB for one in found.samples], color="tab:green", linewidth=0.8, label="free gap")
+    axes.plot(
+        times,
+        [one.gap_bytes / GIB for one in found.samples],
+        color="tab:green",
+        drawstyle="steps-post",
+        linewidth=0.8,
+        label="free gap",
+    )
     axes.set(ylabel="free gap, GiB", ylim=(0, None))
     right = axes.twinx()
-    right.plot(times, [one.moves for one in found.samples], color="tab:grey", linewidth=0.8, label="moves")
+    right.plot(
+        times,
+        [one.moves for one in found.samples],
+        color="tab:grey",
+        drawstyle="steps-post",
+        linewidth=0.8,
+        label="moves",
+    )
     right.set(ylabel="moves in all", ylim=(0, None))
     axes.legend(loc="upper left", fontsize="small")
     right.legend(loc="upper right", fontsize="small")
@@ -64,12 +78,40 @@ def _draw_gap(axes: Any, found: Replayed) -> None:
 def _draw_hits(axes: Any, found: Replayed) -> None:
     times = [one.time_s for one in found.samples]
     share = [one.hit_tokens / max(1, one.lookup_tokens) for one in found.samples]
-    axes.plot(times, share, color="tab:purple", linewidth=1.0, label="prompt tokens found, share so far")
+    axes.plot(
+        times,
+        share,
+        color="tab:purple",
+        drawstyle="steps-post",
+        linewidth=1.0,
+        label="prompt tokens found, share so far",
+    )
     axes.set(ylabel="share", ylim=(0, 1))
     right = axes.twinx()
-    right.plot(times, [one.running for one in found.samples], color="tab:blue", linewidth=0.6, label="running")
-    right.plot(times, [one.waiting for one in found.samples], color="tab:brown", linewidth=0.6, label="waiting")
-    right.plot(times, [one.retractions for one in found.samples], color="black", linewidth=0.8, label="retractions")
+    right.plot(
+        times,
+        [one.running for one in found.samples],
+        color="tab:blue",
+        drawstyle="steps-post",
+        linewidth=0.6,
+        label="running",
+    )
+    right.plot(
+        times,
+        [one.waiting for one in found.samples],
+        color="tab:brown",
+        drawstyle="steps-post",
+        linewidth=0.6,
+        label="waiting",
+    )
+    right.plot(
+        times,
+        [one.retractions for one in found.samples],
+        color="black",
+        drawstyle="steps-post",
+        linewidth=0.8,
+        label="retractions",
+    )
     right.set(ylabel="requests", ylim=(0, None))
     axes.legend(loc="upper left", fontsize="small")
     right.legend(loc="upper right", fontsize="small")

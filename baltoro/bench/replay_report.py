@@ -1,6 +1,6 @@
-"""What a replay says to people and to files: counts by phase, and the whole run as JSON.
+"""What a replay says to people and to files: counts by label, and the whole run as JSON.
 
-In: a Replayed. Out: PhaseCounts; a file with settings, plan, totals, phases, outcomes and samples.
+In: a Replayed. Out: LabelCounts; a file with settings, plan, totals, labels, outcomes and samples.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from baltoro.bench.replay import Outcome, Replayed, Sample
 
 
 @dataclass(frozen=True, slots=True)
-class PhaseCounts:
-    """Requests of one phase: all, those never retracted, and when the last of them ended (seconds after the first
-    arrival of the phase)."""
+class LabelCounts:
+    """Requests of one label: all, those never retracted, and when the last of them ended (seconds after the first
+    arrival of the label)."""
 
     name: str
     requests: int
@@ -25,25 +25,25 @@ class PhaseCounts:
     last_s: float
 
 
-def by_phase(found: Replayed) -> list[PhaseCounts]:
+def by_label(found: Replayed) -> list[LabelCounts]:
     """In order of first arrival."""
-    phases: dict[str, list[Outcome]] = {}
+    labels: dict[str, list[Outcome]] = {}
     for one in sorted(found.outcomes, key=lambda one: one.arrival):
-        phases.setdefault(one.phase, []).append(one)
+        labels.setdefault(one.label, []).append(one)
     return [
-        PhaseCounts(
+        LabelCounts(
             name,
             len(ones),
             sum(not one.num_retracted and not one.is_refused for one in ones),
             max(one.ended for one in ones) - ones[0].arrival,
         )
-        for name, ones in phases.items()
+        for name, ones in labels.items()
     ]
 
 
-def whole_within(found: Replayed, phase: str, seconds: float) -> int:
-    """Requests of a phase that ended within `seconds` of its first arrival and were never retracted."""
-    ones = [one for one in found.outcomes if one.phase == phase and not one.is_refused]
+def whole_within(found: Replayed, label: str, seconds: float) -> int:
+    """Requests of a label that ended within `seconds` of its first arrival and were never retracted."""
+    ones = [one for one in found.outcomes if one.label == label and not one.is_refused]
     first = min((one.arrival for one in ones), default=0.0)
     return sum(not one.num_retracted and one.ended - first <= seconds for one in ones)
 
@@ -54,7 +54,7 @@ def write_replay(path: Path, found: Replayed, settings: Mapping[str, Any]) -> No
         "settings": dict(settings),
         "plan": found.plan.describe(),
         "totals": found.totals(),
-        "phases": [asdict(phase) for phase in by_phase(found)],
+        "labels": [asdict(label) for label in by_label(found)],
         "outcomes": [asdict(one) for one in found.outcomes],
         "samples": {"names": [field.name for field in fields(Sample)], "rows": [astuple(one) for one in found.samples]},
     }

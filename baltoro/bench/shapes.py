@@ -11,7 +11,6 @@ from dataclasses import replace
 
 from baltoro.errors import ConfigError
 from baltoro.model.config import K3Config
-from baltoro.parallel.shard import owned_heads
 
 K3_MLA_LAYERS = (*range(3, 93, 4), 92)
 
@@ -36,4 +35,4 @@ def rank_shape(config: K3Config, tp: int) -> K3Config:
     """What the rank with the most heads holds: its share of the states, and the whole latent. Errors: ConfigError."""
     if tp > config.kda_num_heads:
         raise ConfigError(f"{tp} ranks cannot share {config.kda_num_heads} heads")
-    return replace(config, kda_num_heads=len(owned_heads(config.kda_num_heads, size=tp, rank=0)))
+    return replace(config, kda_num_heads=-(-config.kda_num_heads // tp))

@@ -1,7 +1,7 @@
 """Request traces: JSON lines that say who asked what and when, with the token ids or a recipe for them.
 
     {"id": "a", "arrival": 0.0, "prefix": "system", "shared": 4096, "own": 300, "output": 120}
-    {"id": "b", "arrival": 1.5, "after": "a", "own": 80, "output": 200, "phase": "day"}
+    {"id": "b", "arrival": 1.5, "after": "a", "own": 80, "output": 200, "label": "day"}
     {"id": "c", "arrival": 1.6, "after": "a", "keep": 4200, "own": 64, "output": 200}
     {"id": "d", "arrival": 2.0, "prompt": [17, 4, 9], "output": 32}
 
@@ -13,7 +13,7 @@ prefix   name of a text that many requests begin with, and `shared`, how much of
 after    an earlier request whose prompt and output come first (the next turn; two of them are a fork); `keep`: only so
          many tokens of it
 own      tokens that nobody else has
-phase    a label by which results are counted
+label    by which results are counted
 
 In: a file. Out: TraceRequests in order of arrival, and the ids that they stand for: random ones, made from the names,
 the same on every machine. Errors: ConfigError with the number of the line.
@@ -48,7 +48,7 @@ class TraceRequest:
     after: str = ""
     keep: int = 0
     own: int = 0
-    phase: str = ""
+    label: str = ""
 
     def __post_init__(self) -> None:
         self._need(bool(self.id), "needs an id")

@@ -22,35 +22,35 @@ KINDS = ("agent", "mixed")
 class AgentShape:
     """Tokens of a session: `own` and `output` are means of a turn, drawn between half and one and a half of it."""
 
-    sessions: int = 24
+    conversations: int = 24
     turns: int = 12
     system: int = 6000
     own: int = 250
     output: int = 200
     fork_share: float = 0.1
-    sessions_per_s: float = 1.0
+    begun_per_s: float = 1.0
     pause_s: float = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MixedShape:
-    """Prompt and output tokens of both kinds, requests of each phase, and how long a phase lasts."""
+    """Prompt and output tokens of both kinds, requests of each wave, and how long a wave lasts."""
 
     short: tuple[int, int] = (150, 150)
     long: tuple[int, int] = (32000, 600)
     num_short: int = 1000
     num_long: int = 48
-    phase_s: float = 200.0
+    wave_s: float = 200.0
 
 
 def agent_trace(shape: AgentShape, seed: int = 0) -> list[TraceRequest]:
     """Sessions come one after the other and overlap; turns follow each other with a pause."""
     draw, found, begins = Random(seed), [], 0.0
-    for session in range(shape.sessions):
-        begins += draw.expovariate(shape.sessions_per_s)
+    for number in range(shape.conversations):
+        begins += draw.expovariate(shape.begun_per_s)
         at, last = begins, ""
         for turn in range(shape.turns):
-            name = f"s{session}.{turn}"
+            name = f"s{number}.{turn}"
             own, output = _around(draw, shape.own), _around(draw, shape.output)
             start = {"after": last} if last else {"prefix": "system", "shared": shape.system}
             found.append(TraceRequest(id=name, arrival=at, own=own, output=output, **start))
@@ -63,18 +63,18 @@ def agent_trace(shape: AgentShape, seed: int = 0) -> list[TraceRequest]:
 
 
 def mixed_trace(shape: MixedShape, seed: int = 0) -> list[TraceRequest]:
-    """Three phases of equal length; all requests of one come at its start, the two kinds evenly mixed in the last."""
+    """Three waves of equal length; all requests of one come at its start, the two kinds evenly mixed in the last."""
     draw = Random(seed)
     short, long = ["short"] * shape.num_short, ["long"] * shape.num_long
     both = short[: shape.num_short // 2] + long[: shape.num_long // 2]
     draw.shuffle(both)
     found = []
-    for number, (phase, kinds) in enumerate((("short", short), ("long", long), ("both", both))):
+    for number, (label, kinds) in enumerate((("short", short), ("long", long), ("both", both))):
         for at, kind in enumerate(kinds):
             prompt, output = shape.short if kind == "short" else shape.long
-            name = f"{phase}.{at}"
-            own, arrival = _around(draw, prompt), number * shape.phase_s + at * 1e-6
-            request = TraceRequest(id=name, arrival=arrival, own=own, output=_around(draw, output), phase=phase)
+            name = f"{label}.{at}"
+            own, arrival = _around(draw, prompt), number * shape.wave_s + at * 1e-6
+            request = TraceRequest(id=name, arrival=arrival, own=own, output=_around(draw, output), label=label)
             found.append(request)
     return found
 

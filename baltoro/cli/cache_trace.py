@@ -38,8 +38,8 @@ def cache_trace(
 
     A line of the trace is an object: `id`, `arrival` (seconds), `output` (tokens), and the prompt: either `prompt`
     (token ids), or `prefix` and `shared` (name of a common beginning, its length) or `after` (an earlier request whose
-    prompt and output come first; `keep` only so many tokens of it), then `own` (tokens nobody else has). `phase` is a
-    label to count by. Random ids stand in for what is not given.
+    prompt and output come first; `keep` only so many tokens of it), then `own` (tokens nobody else has). `label` is
+    what results are counted by. Random ids stand in for what is not given.
 
     Examples:
 
@@ -110,7 +110,7 @@ def _shape(name: str, tp: int) -> K3Config:
 def _show(found: Replayed, console: Console) -> None:
     from rich.table import Table
 
-    from baltoro.bench.replay_report import by_phase
+    from baltoro.bench.replay_report import by_label
     from baltoro.cli.units import format_bytes
 
     totals, plan, held = found.totals(), found.plan, format_bytes(int(found.held_bytes))
@@ -134,11 +134,11 @@ def _show(found: Replayed, console: Console) -> None:
     for name, value in rows.items():
         table.add_row(name, value)
     console.print(table)
-    phases = by_phase(found)
-    if len(phases) > 1:
-        table = Table(title="by phase")
-        for column in ("phase", "requests", "never retracted", "ended after, s"):
-            table.add_column(column, justify="left" if column == "phase" else "right")
-        for phase in phases:
-            table.add_row(phase.name or "-", *(f"{n:,}" for n in (phase.requests, phase.whole)), f"{phase.last_s:,.1f}")
+    labels = by_label(found)
+    if len(labels) > 1:
+        table = Table(title="by label")
+        for column in ("label", "requests", "never retracted", "ended after, s"):
+            table.add_column(column, justify="left" if column == "label" else "right")
+        for label in labels:
+            table.add_row(label.name or "-", *(f"{n:,}" for n in (label.requests, label.whole)), f"{label.last_s:,.1f}")
         console.print(table)

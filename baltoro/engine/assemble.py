@@ -22,7 +22,7 @@ from baltoro.cache.unified import UnifiedBooks
 from baltoro.engine.config import EngineConfig
 from baltoro.engine.ledger import Ledger
 from baltoro.engine.memory import Memory
-from baltoro.engine.planner import MemoryPlan, arena_layout, plan_grid
+from baltoro.engine.planner import MemoryPlan, arena_layout, plan_grid, unified_shape
 from baltoro.engine.prefix import PrefixCache
 from baltoro.engine.runner import Model
 from baltoro.engine.tiers import HostTier
@@ -85,12 +85,7 @@ def _books(config: EngineConfig, layout: ArenaLayout, plan: MemoryPlan) -> tuple
     if config.pool == "fixed":
         fixed = ArenaShape(layout, plan.num_slots, plan.num_pages)
         return fixed, FixedBooks(fixed.first_page, fixed.num_pages, fixed.num_slots)
-    shape = UnifiedShape(
-        layout,
-        plan.arena_bytes,
-        slot_limit=None if layout.slot_bytes else plan.num_slots,
-        page_limit=None if layout.page_bytes else plan.num_pages,
-    )
+    shape = unified_shape(layout, plan.arena_bytes, plan.num_slots, plan.num_pages)
     return shape, UnifiedBooks(shape)
 
 

@@ -15,7 +15,7 @@ import torch
 
 from baltoro.cache.grid import Grid
 from baltoro.cache.pages import pages_for
-from baltoro.cache.pool import ALIGNMENT, ArenaLayout, ArenaShape, Part
+from baltoro.cache.pool import ALIGNMENT, ArenaLayout, ArenaShape, Part, UnifiedShape
 from baltoro.engine.config import EngineConfig
 from baltoro.errors import ConfigError
 from baltoro.kernels.precision import acc_dtype
@@ -95,6 +95,12 @@ def plan_memory(
     num_running, num_slots = _slots(config, layout, memory, wanted_context)
     num_pages = _pages(config, layout, memory - (num_slots + 1) * layout.slot_bytes, num_slots, wanted_context)
     room = num_pages * config.page_size
+    arena_bytes = ArenaShape(layout, num_slots, num_pages).total_bytes
+    if config.pool == "unified" and config.num_pages == config.num_slots == "auto":
+        shape = unified_shape(layout, arena_bytes, num_slots, num_pages)  # no border: what slots leave, pages may take
+        least = layout.slot_bytes + layout.page_bytes  # of a request; admission sees to the rest
+        num_running = max(num_running, min(config.max_running, arena_bytes // least - 1) if least else 0)
+        room = shape.pages_beside(1) * config.page_size
     if config.max_context != "auto" and room < config.max_context:
         raise ConfigError(
             f"max_context {config.max_context} does not fit into {num_pages} pages of {config.page_size} tokens: "
@@ -110,11 +116,21 @@ def plan_memory(
         max_context=min(wanted_context, room),
         slot_bytes=layout.slot_bytes,
         page_bytes=layout.page_bytes,
-        arena_bytes=ArenaShape(layout, num_slots, num_pages).total_bytes,
+        arena_bytes=arena_bytes,
         hash_endpoint=grid.endpoint,
         state_grid=grid.step,
         track_interval=grid.interval,
         is_overlapped=config.device != "cpu" if config.overlap == "auto" else config.overlap,
+    )
+
+
+def unified_shape(layout: ArenaLayout, arena_bytes: int, num_slots: int, num_pages: int) -> UnifiedShape:
+    """An arena without a border; a kind without bytes is bounded by its planned number."""
+    return UnifiedShape(
+        layout,
+        arena_bytes,
+        slot_limit=None if layout.slot_bytes else num_slots,
+        page_limit=None if layout.page_bytes else num_pages,
     )
 
 

@@ -12,7 +12,7 @@ from baltoro.bench import cache_traces
 from baltoro.bench.replay import Replay, Replayed, StepCost
 from baltoro.bench.replay_plan import replay_config
 from baltoro.bench.replay_plot import plot_replay
-from baltoro.bench.replay_report import by_phase, write_replay
+from baltoro.bench.replay_report import by_label, write_replay
 from baltoro.bench.shapes import named_shape, rank_shape
 from baltoro.bench.trace import TraceRequest
 from baltoro.bench.trace_make import AgentShape, MixedShape, agent_trace, mixed_trace
@@ -71,18 +71,18 @@ def test_retractions_are_told_by_request(pool: Literal["unified", "fixed"]) -> N
 
 
 def test_the_pool_that_has_no_border_holds_more_of_either_kind() -> None:
-    shape = MixedShape(short=(30, 60), long=(1500, 100), num_short=120, num_long=12, phase_s=1e6)
+    shape = MixedShape(short=(30, 60), long=(1500, 100), num_short=120, num_long=12, wave_s=1e6)
     seconds = {}
     for pool in ("unified", "fixed"):
         found = replay(mixed_trace(shape), pool=pool, arena_bytes=2 * 2**20, max_running=200)
-        seconds[pool] = {phase.name: phase.last_s for phase in by_phase(found)}
+        seconds[pool] = {label.name: label.last_s for label in by_label(found)}
         assert len(found.outcomes) == 198
     assert seconds["unified"]["short"] < 0.8 * seconds["fixed"]["short"]
     assert seconds["unified"]["long"] < 0.8 * seconds["fixed"]["long"]
 
 
 def test_an_agent_trace_computes_a_fraction_of_what_it_asks() -> None:
-    trace = agent_trace(AgentShape(sessions=4, turns=6, system=1000, own=40, output=30))
+    trace = agent_trace(AgentShape(conversations=4, turns=6, system=1000, own=40, output=30))
     found = replay(trace, arena_bytes=32 * 2**20)
     assert found.totals()["computed_share"] < 0.15
     assert replay(trace, arena_bytes=32 * 2**20, prefix_cache=False).totals()["computed_share"] == 1.0

@@ -12,7 +12,7 @@ from baltoro.errors import ConfigError
 
 
 def test_a_trace_reads_back_as_it_was_written(tmp_path: Path) -> None:
-    trace = agent_trace(AgentShape(sessions=3, turns=4)) + mixed_trace(MixedShape(num_short=3, num_long=2))
+    trace = agent_trace(AgentShape(conversations=3, turns=4)) + mixed_trace(MixedShape(num_short=3, num_long=2))
     trace = sorted([*trace, TraceRequest(id="ids", arrival=0.5, prompt=(3, 1, 2), output=1)], key=lambda r: r.arrival)
     write_trace(tmp_path / "t.jsonl", trace)
     assert read_trace(tmp_path / "t.jsonl") == trace

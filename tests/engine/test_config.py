@@ -9,9 +9,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from baltoro.cache.books import Books, FixedBooks
+from baltoro.cache.pages import pages_for
+from baltoro.cache.pool import ArenaShape
+from baltoro.cache.unified import UnifiedBooks
 from baltoro.config import build
 from baltoro.engine.config import EngineConfig
-from baltoro.engine.planner import arena_layout, free_bytes, plan_memory, resolve_dtype
+from baltoro.engine.planner import MemoryPlan, arena_layout, free_bytes, plan_memory, resolve_dtype, unified_shape
 from baltoro.errors import ConfigError
 from baltoro.model.sizes import measure
 from tests.engine.stub import stub_config
@@ -69,19 +73,24 @@ def test_the_arena_holds_what_sizes_says() -> None:
     page_size=st.sampled_from([1, 16, 64]),
     max_running=st.integers(1, 50),
     context=st.one_of(st.just("auto"), st.integers(2, 3000)),
+    pool=st.sampled_from(["unified", "fixed"]),
 )
 def test_the_plan_keeps_to_the_memory_and_one_request_always_fits(
-    memory: int, page_size: int, max_running: int, context: Any
+    memory: int, page_size: int, max_running: int, context: Any, pool: Any
 ) -> None:
-    config = EngineConfig(memory_bytes=memory, page_size=page_size, max_running=max_running, max_context=context)
+    config = EngineConfig(
+        memory_bytes=memory, page_size=page_size, max_running=max_running, max_context=context, pool=pool
+    )
     try:
         plan = plan_memory(config, tiny_k3(), torch.float32, 0)
     except ConfigError as error:
         assert "memory_bytes" in str(error)
         return
     assert plan.arena_bytes <= memory
-    assert 1 <= plan.max_running <= plan.num_slots
-    assert 2 <= plan.max_context <= plan.num_pages * page_size
+    assert 1 <= plan.max_running <= max_running and plan.max_context >= 2
+    books = books_of(config, plan)
+    assert books.has_room(pages_for(plan.max_context, page_size), 1)
+    assert books.has_room(plan.max_running, plan.max_running), "each at least a slot and a page"
     if context != "auto":
         assert plan.max_context == context
 
@@ -91,9 +100,17 @@ def test_memory_is_not_taken_for_what_can_never_be_used() -> None:
     assert plan.max_running == 2 and plan.num_slots == 2 * 4 and plan.num_pages == 2 * 2
 
 
+def books_of(config: EngineConfig, plan: MemoryPlan) -> Books:
+    layout = arena_layout(tiny_k3(), torch.float32, config.page_size)
+    if config.pool == "fixed":
+        shape = ArenaShape(layout, plan.num_slots, plan.num_pages)
+        return FixedBooks(shape.first_page, plan.num_pages, plan.num_slots)
+    return UnifiedBooks(unified_shape(layout, plan.arena_bytes, plan.num_slots, plan.num_pages))
+
+
 def test_memory_is_split_between_states_and_pages() -> None:
     """With room for few, both kinds get their part: neither slots without pages nor pages without slots."""
-    config, free = EngineConfig(max_running=1000, device="cuda"), 4_000_000
+    config, free = EngineConfig(max_running=1000, device="cuda", pool="fixed"), 4_000_000
     plan = plan_memory(config, tiny_k3(max_position_embeddings=100_000), torch.float32, free)
     assert 2 <= plan.num_slots < 1000
     assert plan.num_pages * 64 >= plan.max_running * 4096 * 0.9

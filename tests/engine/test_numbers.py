@@ -95,6 +95,7 @@ def test_what_a_slow_disk_brings_after_a_flush_is_not_found(tmp_path: Path, monk
 
     monkeypatch.setattr(DiskTier, "_do", slowly)
     submit(engine, "waits", several[0], max_tokens=4)
+    assert not engine.step()
     assert engine.scheduler.waiting.head().hold.loading, "the disk was asked"  # type: ignore[union-attr]
     engine.flush()
     deltas = run(engine)["waits", 0]
