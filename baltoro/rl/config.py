@@ -24,13 +24,13 @@ class AdvantageConfig:
     """Rewards of a group -> advantages."""
 
     is_normalised: bool = True  # divide by the group's standard deviation
-    eps: float = 1e-6  # added to the deviation
+    eps: float = 1e-6  # added to the deviation; it also keeps differences of rounding from looking like signal
     is_unbiased: bool = True  # deviation over K - 1, not K
     zero_std: Literal["keep", "drop"] = "keep"  # groups of equal rewards: in the loss's denominator, or out of it
     right_above: float = 0.0  # a reward above this counts as right, for telling all-right from all-wrong
 
     def __post_init__(self) -> None:
-        _need(self.eps >= 0.0, f"advantage.eps {self.eps} must not be negative")
+        _need(self.eps > 0.0, f"advantage.eps {self.eps} must be positive; 1e-8 is next to nothing")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
