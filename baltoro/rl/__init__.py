@@ -1,0 +1,1 @@
+"""Policy improvement: trajectories, rewards, advantages, rollouts. The only room where engine and trainer meet."""
