@@ -44,6 +44,7 @@ def system(step: str, function: str, *arguments: Any) -> int:
 
 
 def say(status: int, **what: object) -> None:
+    """Tell the process that started us, one JSON line."""
     os.write(status, json.dumps(what).encode() + b"\n")
 
 
