@@ -94,18 +94,20 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         n: int = 1,
+        adapter: str | None = None,
         progress: bool = False,
         on_tokens: OnTokens | None = None,
     ) -> list[Completion]:
         """Complete each prompt (text, in which control tokens are plain text, or ids) n times.
 
-        `params`: one for all, or one a prompt. `progress` shows a bar on stderr. `on_tokens` sees every delta as it
-        comes. Errors: RequestError, ContextLengthError before anything runs.
+        `params`: one for all, or one a prompt. `adapter`: a loaded one. `progress` shows a bar on stderr. `on_tokens`
+        sees every delta as it comes. Errors: RequestError, ContextLengthError before anything runs.
         """
         texts = _as_list(prompts)
         ids = [self.tokenizer.encode(p) if isinstance(p, str) else list(p) for p in texts]
         jobs = [
-            _Job(self._submit(tokens, one, n=n)) for tokens, one in zip(ids, _params(params, len(ids)), strict=True)
+            _Job(self._submit(tokens, one, n=n, adapter=adapter))
+            for tokens, one in zip(ids, _params(params, len(ids)), strict=True)
         ]
         return self._run(jobs, progress=progress, on_tokens=on_tokens)
 
@@ -120,6 +122,7 @@ class LLM:
         tool_choice: str | dict[str, Any] | None = None,
         response_format: dict[str, Any] | None = None,
         n: int = 1,
+        adapter: str | None = None,
         progress: bool = False,
         on_tokens: OnTokens | None = None,
     ) -> list[Completion]:
@@ -145,10 +148,19 @@ class LLM:
                 tools=tools,
                 tool_choice=tool_choice,
             )
-            submit = self._submit(ids, one, n=n, media=media, grammar=grammar)
+            submit = self._submit(ids, one, n=n, adapter=adapter, media=media, grammar=grammar)
             past = sum(len(message.get("tool_calls") or ()) for message in talk)
             jobs.append(_Job(submit, _Chat(thinking, bool(tools) and tool_choice != "none", past)))
         return self._run(jobs, progress=progress, on_tokens=on_tokens)
+
+    def load_adapter(self, name: str, path: str | Path) -> None:
+        """Load the adapter of a folder (`max_loras` of at least 1), or a new version of it; `generate` and `chat` take
+        its name. Errors: ConfigError, WeightsError, RequestError."""
+        self.engine.load_adapter(name, path)
+
+    def unload_adapter(self, name: str) -> None:
+        """Forget an adapter. Errors: RequestError if it is not loaded."""
+        self.engine.unload_adapter(name)
 
     # ---- requests ------------------------------------------------------------------------------------------------
     def _submit(self, ids: Sequence[int], params: SamplingParams, **fields: Any) -> Submit:

@@ -17,10 +17,12 @@ from baltoro.chat.tokenizer import MEDIA_PAD, Tokenizer
 from baltoro.cli import app
 from baltoro.errors import ConfigError, ContextLengthError, RequestError
 from baltoro.llm import LLM
+from baltoro.model.adapter import save_adapter
 from baltoro.model.build import new_model
 from baltoro.model.weights import save_model
 from baltoro.protocol.completion import TokenDelta
 from baltoro.protocol.sampling import SamplingParams
+from tests.model.adapters import random_adapter
 from tests.tiny import tiny_k3, tiny_vision
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
@@ -47,6 +49,22 @@ def _is_clean(llm: LLM) -> bool:
     llm.engine.audit()
     llm.engine.flush()
     return not llm.engine.has_work and llm.engine.stats()["pages_used"] == 0
+
+
+def test_an_adapter_of_a_folder_is_selected_by_name(folder: Path, tmp_path: Path) -> None:
+    with LLM(folder, max_loras=1, max_lora_rank=3, max_context=200) as one:
+        config = one.engine.model_config
+        save_adapter(random_adapter(config, 3), tmp_path, config)
+        base = one.generate("hello", GREEDY)[0].token_ids
+        with pytest.raises(RequestError, match="'mine' is not loaded"):
+            one.generate("hello", GREEDY, adapter="mine")
+        one.load_adapter("mine", tmp_path)
+        assert one.generate("hello", GREEDY, adapter="mine")[0].token_ids != base
+        assert one.chat([{"role": "user", "content": "hi"}], GREEDY, adapter="mine")[0].finish_reason
+        assert one.generate("hello", GREEDY)[0].token_ids == base
+        one.unload_adapter("mine")
+        with pytest.raises(RequestError, match="none is loaded"):
+            one.generate("hello", GREEDY, adapter="mine")
 
 
 def test_closing_lets_go_of_the_disk_folder_and_the_next_one_finds_what_lies_there(

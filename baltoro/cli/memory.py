@@ -141,19 +141,24 @@ class CacheOptions:
 
 def takes_cache_options(verb: Callable[..., None]) -> Callable[..., None]:
     """Give a verb the options above; it is handed them as one CacheOptions, its keyword `cache`."""
-    hints = get_type_hints(CacheOptions, include_extras=True)
+    return takes_options(verb, CacheOptions, KEYWORD)
+
+
+def takes_options(verb: Callable[..., None], kind: type[Any], keyword: str) -> Callable[..., None]:
+    """Give a verb an option for each field of the dataclass `kind`; it is handed them as one, its keyword `keyword`."""
+    hints = get_type_hints(kind, include_extras=True)
     options = [
         inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=hints[f.name])
-        for f in fields(CacheOptions)
+        for f in fields(kind)
     ]
     signature = inspect.signature(verb, eval_str=True)
-    own = [parameter for name, parameter in signature.parameters.items() if name != KEYWORD]
+    own = [parameter for name, parameter in signature.parameters.items() if name != keyword]
     names = {option.name for option in options}
 
     @wraps(verb)
     def with_options(*args: Any, **given: Any) -> None:
         chosen = {name: given.pop(name) for name in names & given.keys()}
-        verb(*args, **given, **{KEYWORD: CacheOptions(**chosen)})
+        verb(*args, **given, **{keyword: kind(**chosen)})
 
     shown = signature.replace(parameters=[*own, *options])
     with_options.__signature__ = shown  # type: ignore[attr-defined]  # what typer reads

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from baltoro.cli.adapters import AdapterOptions, takes_adapter_options
 from baltoro.cli.memory import CacheOptions, takes_cache_options
 
 if TYPE_CHECKING:
@@ -51,6 +52,7 @@ LogJson = Annotated[bool, typer.Option("--log-json", help="One JSON object per l
 
 
 @takes_cache_options
+@takes_adapter_options
 def serve(
     model: Model = None,
     host: Host = "127.0.0.1",
@@ -74,6 +76,7 @@ def serve(
     log_json: LogJson = False,
     *,
     cache: CacheOptions,
+    adapters: AdapterOptions,
 ) -> None:
     """Serve a model over the OpenAI API, until Ctrl-C or SIGTERM.
 
@@ -85,6 +88,8 @@ def serve(
         baltoro serve
 
         baltoro serve models/mini --port 8080 --api-key @key.txt
+
+        baltoro serve models/mini --max-loras 4 --lora-modules sums=adapters/sums
 
         baltoro serve /data/k3 --host 0.0.0.0 --memory 64GiB --max-running 256 --max-context 131072
 
@@ -108,7 +113,7 @@ def serve(
         dtype=dtype,
         device=device,
         seed=seed,
-        **cache.engine_fields(),
+        **(cache.engine_fields() | adapters.engine_fields()),
     )
     server = ServerConfig(
         model_name=name or folder.resolve().name,
@@ -120,8 +125,7 @@ def serve(
         default_sampling=default_sampling(folder),
         patch_size=vision_patch_size(folder),
     )
-    listener = bind(host, port)
-    tell = partial(_tell_ready, host, listener, time.monotonic())
+    tell = partial(_tell_ready, host, listener := bind(host, port), time.monotonic())
     with EngineProcess(folder, engine, LogOptions(log_level, log_json)) as process:
         from baltoro.cli.serving import serve_until_stopped  # seconds of imports, while the engine loads
 

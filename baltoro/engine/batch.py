@@ -26,6 +26,7 @@ import msgspec
 import numpy as np
 
 from baltoro.cache.pages import pages_for
+from baltoro.engine.adapters import Install
 from baltoro.engine.request import DueSnapshot, MediaRun, Request
 from baltoro.protocol.completion import TopLogprob
 from baltoro.protocol.sampling import SamplingParams
@@ -102,6 +103,7 @@ class Span(msgspec.Struct, frozen=True):
     slot, pages   physical; pages int64 [pages of all it sees]
     targets       prompt tokens to be scored, the first of them by the logits of row `first_target` of the span
     snapshots     of a prefill: taken inside the forward; those of decodes are in the plan's `after`
+    adapter       adapter slot, 0 for the base
     """
 
     request: Request
@@ -116,6 +118,7 @@ class Span(msgspec.Struct, frozen=True):
     num_top: int = 0
     media: tuple[MediaRun, ...] = ()
     snapshots: tuple[SpanSnapshot, ...] = ()
+    adapter: int = 0
 
     @property
     def end(self) -> int:
@@ -127,13 +130,14 @@ class Span(msgspec.Struct, frozen=True):
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """One step: decodes first. `num_decodes` leading spans take the decode kernels. `moves` are made before the layers
-    run, `after` behind them."""
+    """One step: decodes first. `num_decodes` leading spans take the decode kernels. `moves` and `installs` (adapters
+    into their slots) are made before the layers run, `after` behind them."""
 
     spans: tuple[Span, ...]
     num_decodes: int
     moves: tuple[Move, ...] = ()
     after: tuple[Move, ...] = ()
+    installs: tuple[Install, ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -213,7 +217,7 @@ class PlanBuilder:
         self.room -= length
         request.num_in_flight += 1
 
-    def build(self, memory: PlanMemory) -> Plan:
+    def build(self, memory: PlanMemory, installs: tuple[Install, ...] = ()) -> Plan:
         """Freeze it. Order of spans: decodes first; draws are counted in that order."""
         drafts = [d for d in self.drafts if d.is_decode] + [d for d in self.drafts if not d.is_decode]
         marks = [memory.snapshots(draft) for draft in drafts]  # may move blocks, so before ids become physical
@@ -227,7 +231,7 @@ class PlanBuilder:
             if span.draw is not None:
                 span.request.drawn_at = place
                 place += 1
-        return Plan(spans, sum(d.is_decode for d in drafts), memory.collect_moves(), tuple(after))
+        return Plan(spans, sum(d.is_decode for d in drafts), memory.collect_moves(), tuple(after), installs)
 
     def __bool__(self) -> bool:
         return bool(self.drafts)
@@ -278,6 +282,7 @@ def _span(draft: Draft, taken: tuple[DueSnapshot, ...], memory: PlanMemory) -> S
         num_top=request.params.prompt_logprobs or 0,
         media=media,
         snapshots=snapshots,
+        adapter=request.adapter_slot,
     )
 
 

@@ -39,6 +39,12 @@ class EngineConfig:
     retract_to        what becomes of a request that loses its memory: host (a copy, if the tier has room) or recompute
     long_prompt_tokens, long_share   requests with a longer prompt hold at most this share of memory and of a step while
                       shorter ones wait; 0 is off
+    max_loras         adapters in one step, each in a slot of its own on the device; 0 serves none
+    max_lora_rank     largest rank that a slot holds
+    lora_experts      whether slots have room for factors of routed experts
+    max_loaded_loras  adapters kept in host memory; 0 is no limit. The longest unused is dropped and refused from then
+                      on
+    lora_modules      adapters to load at the start, NAME=PATH
     max_logit_rows    rows whose logits one step may hold for prompt logprobs (each is vocab_size values)
     retract_every     debugging: take the memory of one running request every so many steps; 0 is off
     is_poisoned       debugging: fill memory that changes hands with NaN
@@ -64,6 +70,11 @@ class EngineConfig:
     retract_to: Literal["host", "recompute"] = "recompute"
     long_prompt_tokens: int = 0
     long_share: float = 0.5
+    max_loras: int = 0
+    max_lora_rank: int = 32
+    lora_experts: bool = True
+    max_loaded_loras: int = 0
+    lora_modules: tuple[str, ...] = ()
     max_logit_rows: int = 256
     dtype: str = "auto"
     device: str = "cpu"
@@ -84,9 +95,11 @@ class EngineConfig:
         _need(self.retention in RETENTION_NAMES, "retention", self.retention, known)
         self._check_tiers()
         _need(0.0 < self.long_share <= 1.0, "long_share", self.long_share, "must be above 0 and at most 1")
-        for name in ("host_cache_bytes", "disk_cache_bytes", "long_prompt_tokens"):
+        for name in ("host_cache_bytes", "disk_cache_bytes", "long_prompt_tokens", "max_loras", "max_loaded_loras"):
             _need(getattr(self, name) >= 0, name, getattr(self, name), "must not be negative")
-        for name in ("max_batch_tokens", "max_running", "max_waiting", "max_logit_rows"):
+        advice = "needs slots to serve it: give max_loras too"
+        _need(self.max_loras > 0 or not self.lora_modules, "lora_modules", self.lora_modules, advice)
+        for name in ("max_batch_tokens", "max_running", "max_waiting", "max_logit_rows", "max_lora_rank"):
             _need(getattr(self, name) >= 1, name, getattr(self, name), "must be at least 1")
         for name in ("max_context", "memory_bytes", "num_pages", "num_slots", "hash_endpoint", "track_interval"):
             value = getattr(self, name)

@@ -16,6 +16,7 @@ from pathlib import Path
 import msgspec
 import torch
 
+from baltoro.engine.adapters import AdapterBook, AdapterVersion, parse_modules
 from baltoro.engine.assemble import build_memory
 from baltoro.engine.config import EngineConfig
 from baltoro.engine.loop import Loop
@@ -27,7 +28,10 @@ from baltoro.engine.request import MediaRun, Request
 from baltoro.engine.runner import Model, Runner
 from baltoro.engine.sampler import fork_seed, uniform
 from baltoro.engine.scheduler import Scheduler
-from baltoro.errors import ContextLengthError, RequestError
+from baltoro.errors import ConfigError, ContextLengthError, RequestError
+from baltoro.model.adapter import Adapter, load_adapter
+from baltoro.model.decoder import K3Model
+from baltoro.model.lora import AdapterBank, add_adapters
 from baltoro.protocol.completion import TokenDelta
 from baltoro.protocol.sampling import SamplingParams, StopRule, TokenMask
 from baltoro.protocol.worker import Submit
@@ -56,20 +60,28 @@ class Engine:
         self.config = config
         self.model_config = model.config
         self.dtype = dtype = dtype or resolve_dtype(config)
+        self.bank = _bank(model, config)  # before memory is planned: it takes some
         free = free_bytes(config.device)
         self.plan = plan_memory(config, model.config, dtype, free, chunk=model.state_chunk)
         self.pool, memory, host = build_memory(config, model, self.plan, dtype)
-        self.scheduler = Scheduler(config, memory, max_running=self.plan.max_running)
-        self.runner = Runner(model, self.pool, config.device, host=host, has_thread=self.plan.is_overlapped)
+        self.adapters = AdapterBook(config.max_loras, max_loaded=config.max_loaded_loras)
+        self.scheduler = Scheduler(config, memory, max_running=self.plan.max_running, adapters=self.adapters)
+        self.runner = Runner(
+            model, self.pool, config.device, host=host, has_thread=self.plan.is_overlapped, bank=self.bank
+        )
         self.loop = Loop(self.scheduler, self.runner, is_overlapped=self.plan.is_overlapped)
         self._eos_ids = frozenset(eos_ids if eos_ids is not None else (model.config.eos_token_id,))
         self._stop_rules, self._masks = stop_rules, masks
         self._arrivals = 0
+        for name, path in parse_modules(config.lora_modules):
+            self.load_adapter(name, path)
 
     # ---- requests ------------------------------------------------------------------------------------------------
     def add(self, submit: Submit) -> None:
         """Queue a request. Errors: RequestError, ContextLengthError (the caller's fault), QueueFull (later)."""
         runs = self.check(submit)
+        adapter = None if submit.adapter is None else self.adapters.select(submit.adapter)
+        prefix = None if adapter is None else adapter.namespace
         self._arrivals += 1
         params = submit.params
         seed = params.seed
@@ -88,7 +100,8 @@ class Engine:
                 params=params if index == 0 else msgspec.structs.replace(params, prompt_logprobs=None),
                 seed=fork_seed(seed, index),
                 tokens=array("q", submit.token_ids),
-                namespace=namespace_of(submit.adapter, submit.cache_salt, self.scheduler.policy_version),
+                adapter=adapter,
+                namespace=namespace_of(prefix, submit.cache_salt, self.scheduler.policy_version),
                 num_prompt=len(submit.token_ids),
                 max_tokens=max_tokens,
                 prompt_ids=prompt_ids,
@@ -120,7 +133,7 @@ class Engine:
         if any(not 0 <= token < vocab for token in params.stop_token_ids):
             raise RequestError(f"stop_token_ids has an id outside 0..{vocab - 1}", param="stop_token_ids")
         if submit.adapter is not None:
-            raise RequestError(f"adapter {submit.adapter!r} is not loaded", param="model")
+            self.adapters.select(submit.adapter)
         if self.scheduler.is_alive(submit.request_id):
             raise RequestError(f"request id {submit.request_id!r} is in use", param="request_id")
         if len(ids) >= self.plan.max_context:
@@ -130,6 +143,24 @@ class Engine:
                 code="context_length_exceeded",
             )
         return media_runs(submit.token_ids, submit.media, self.model_config)
+
+    # ---- adapters ------------------------------------------------------------------------------------------------
+    def load_adapter(self, name: str, source: str | Path | Adapter) -> AdapterVersion:
+        """Load a folder, or an adapter that is in memory already, under a name. A name that is taken gets a new
+        version: running requests keep the old one, later ones get the new one and find no prefix of the old.
+
+        Errors: ConfigError without adapter slots, WeightsError that names the tensor, RequestError for a bad name.
+        """
+        self.adapters.check_open()
+        assert self.bank is not None
+        weights = source if isinstance(source, Adapter) else load_adapter(source, self.model_config)
+        self.bank.check(weights)
+        return self.adapters.load(name, weights, "" if isinstance(source, Adapter) else str(source))
+
+    def unload_adapter(self, name: str) -> AdapterVersion:
+        """Refuse it from now on; `is_gone` of what comes back says when its running users have ended. Errors:
+        RequestError."""
+        return self.adapters.unload(name)
 
     # ---- work ----------------------------------------------------------------------------------------------------
     @property
@@ -158,7 +189,10 @@ class Engine:
 
     def stats(self) -> dict[str, object]:
         """Numbers of now and totals since the start; the names are those of `/metrics`."""
-        return dict(engine_numbers(self.scheduler, self.plan))
+        numbers: dict[str, object] = dict(engine_numbers(self.scheduler, self.plan))
+        if self.bank is not None:
+            numbers |= {"num_adapters": len(self.adapters.facts()), "adapter_bytes": self.bank.num_bytes}
+        return numbers
 
     def describe(self) -> dict[str, object]:
         """What this engine is, for people and for a server's Hello."""
@@ -171,7 +205,16 @@ class Engine:
             "max_context": self.plan.max_context,
             "dtype": str(self.dtype).removeprefix("torch."),
         }
-        return {"model": facts, "memory": self.plan.describe(), "config": asdict(self.config)}
+        described = {"model": facts, "memory": self.plan.describe(), "config": asdict(self.config)}
+        return described | {"adapters": self.adapters.facts()}
+
+
+def _bank(model: Model, config: EngineConfig) -> AdapterBank | None:
+    if not config.max_loras:
+        return None
+    if not isinstance(model, K3Model):
+        raise ConfigError("max_loras: this model has no place for adapters")
+    return add_adapters(model, config.max_loras, config.max_lora_rank, has_experts=config.lora_experts)
 
 
 def load_engine(

@@ -361,5 +361,6 @@ def spell(tokens: array[int], media: tuple[MediaRun, ...]) -> array[int]:
 
 
 def namespace_of(adapter: str | None, salt: str, policy_version: int) -> bytes:
-    """Prefixes are shared within an adapter version, a salt and a policy version only."""
+    """Prefixes are shared within an adapter version (`AdapterVersion.namespace`, never a bare name), a salt and a
+    policy version only."""
     return repr((adapter, salt, policy_version)).encode()

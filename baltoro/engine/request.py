@@ -20,6 +20,7 @@ import numpy as np
 from baltoro.cache.host import Reserved
 from baltoro.cache.prefix import Pin
 from baltoro.cache.retention import CheckpointKind
+from baltoro.engine.adapters import AdapterVersion
 from baltoro.protocol.completion import TopLogprob
 from baltoro.protocol.sampling import FinishReason, SamplingParams, StopRule, TokenMask
 from baltoro.protocol.worker import MediaItem
@@ -130,8 +131,12 @@ class Request:
     forks: list[Request] = field(default_factory=list)
     """Siblings that wait for this one to compute the prompt they share."""
 
+    adapter: AdapterVersion | None = None
+    """The version it has from its first token to its last; None is the base."""
+    adapter_slot: int = 0
+    """Where that version lies while the request runs; 0 for the base."""
     namespace: bytes = b""
-    """Prefixes are shared only within one: adapter, cache salt, policy version."""
+    """Prefixes are shared only within one: adapter version, cache salt, policy version."""
 
     state: State = State.WAITING
     num_computed: int = 0

@@ -28,6 +28,7 @@ from baltoro.kernels.precision import acc_dtype
 from baltoro.kernels.spans import Spans
 from baltoro.model.config import K3Config
 from baltoro.model.context import CacheMap, ForwardContext, Snapshot
+from baltoro.model.lora import AdapterBank
 from baltoro.model.state import CacheViews
 
 
@@ -71,8 +72,10 @@ class Runner:
         *,
         host: HostStore | None = None,
         has_thread: bool = False,
+        bank: AdapterBank | None = None,
     ) -> None:
         self.model = model
+        self._bank = bank
         self.pool = pool
         self.device = torch.device(device)
         self.views = cache_views(pool)
@@ -103,6 +106,9 @@ class Runner:
     def _issue(self, plan: Plan) -> Callable[[], Result]:
         """Queue everything on the device; what is returned reads the result."""
         self._mover.move(plan.moves)
+        for install in plan.installs:
+            assert self._bank is not None, "there are no adapter slots"
+            self._bank.install(install.slot, install.weights)
         rows, targets = _logit_rows(plan.spans)
         if not plan.spans:
             return lambda: Result(())
@@ -152,6 +158,7 @@ class Runner:
             num_decodes=plan.num_decodes,
             logit_rows=self._tensor(logit_rows),
             media=build_media(spans, self.model.config, self.device),
+            adapters=tuple(span.adapter for span in spans) if any(span.adapter for span in spans) else None,
         )
 
     def _tokens(self, spans: Sequence[Span]) -> Tensor:

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 
+from baltoro.engine.adapters import AdapterBook
 from baltoro.engine.batch import Found, Plan, PlanBuilder, Result, Span
 from baltoro.engine.classes import LongShort
 from baltoro.engine.config import EngineConfig
@@ -51,7 +52,9 @@ class Counts:
 class Scheduler:
     """Single writer of requests, pages and slots."""
 
-    def __init__(self, config: EngineConfig, memory: Memory, *, max_running: int) -> None:
+    def __init__(
+        self, config: EngineConfig, memory: Memory, *, max_running: int, adapters: AdapterBook | None = None
+    ) -> None:
         self.config = config
         self.memory = memory
         self.max_running = max_running
@@ -61,6 +64,7 @@ class Scheduler:
         self.policy_version = 0
         self.wants_quiet = False
         self.classes = LongShort(config, memory.books.pages.count * memory.page_size)
+        self.adapters = adapters or AdapterBook()
         self._alive: dict[str, list[Request]] = {}
         self._leaving: list[Request] = []  # ended, but still part of a plan in flight
         self._num_flights = 0
@@ -86,6 +90,7 @@ class Scheduler:
         self.waiting.check()
         first, *rest = requests
         self._alive[first.request_id] = list(requests)
+        self.adapters.join(requests)
         self.waiting.push(first)
         if first.num_prompt > 1:
             first.forks = rest
@@ -113,6 +118,7 @@ class Scheduler:
     def audit(self) -> None:
         """Errors: LeakError when pages, slots and requests do not add up."""
         self.memory.audit(self.holders())
+        self.adapters.audit(chain.from_iterable(self._alive.values()), self.running)
 
     def holders(self) -> list[Request]:
         """All requests that may hold memory: those alive, and those that ended but are still in flight."""
@@ -141,7 +147,7 @@ class Scheduler:
             if has_more and not self._num_flights and not any(self.memory.is_loading(r) for r in self.waiting):
                 raise InvariantError("requests wait but none can advance")
             return None
-        plan = builder.build(self.memory)
+        plan = builder.build(self.memory, self.adapters.take_installs())
         self._num_flights += 1
         self.memory.freeze()
         return plan
@@ -192,7 +198,7 @@ class Scheduler:
     def _admit(self, builder: PlanBuilder) -> None:
         """New requests in order of precedence; a class that has spent its share lets the other pass."""
         while builder.room and len(self.running) < self.max_running:
-            request = self.classes.next(self.waiting, self.running)
+            request = self.classes.next(self.adapters.ready(self.waiting, self.running), self.running)
             if request is not None and self.memory.must_load(request):
                 return
             if request is None or not self.memory.admit(request, **self._room()):
@@ -209,6 +215,7 @@ class Scheduler:
         return {"held": held, "reserve": self._headroom.reserve(self.running, self.memory.page_size)}
 
     def _run(self, request: Request) -> None:
+        self.adapters.enter(request, self.running)
         request.state = State.RUNNING
         request.num_since_admitted = 0
         insert_in_order(self.running, request)
@@ -235,7 +242,7 @@ class Scheduler:
             raise InvariantError(f"request {victim.name} is in flight and cannot be retracted")
         remove_in_order(self.running, victim)
         self.memory.retract(victim)
-        victim.state = State.WAITING
+        victim.state, victim.adapter_slot = State.WAITING, 0
         self.waiting.push(victim)
         self.counts.retractions += 1
         self._headroom.on_retract()
@@ -304,7 +311,7 @@ class Scheduler:
         if ending is not None:
             self._finish(request, ending, found)
         else:
-            self._deltas.append(make_delta(request, found, None, self.policy_version))
+            self._deltas.append(make_delta(request, found, None, self._version(request)))
 
     def _finish(self, request: Request, ending: Ending, found: Found | None = None) -> None:
         """The single point of release: now, or with the last plan it is part of."""
@@ -323,6 +330,11 @@ class Scheduler:
             if child.state is State.WAITING:
                 self.waiting.push(child)
         request.forks = []
+        self.adapters.leave(request)
         self.counts.finished += 1
         self.counts.aborted += ending.reason == "abort"
-        self._deltas.append(make_delta(request, found, ending, self.policy_version))
+        self._deltas.append(make_delta(request, found, ending, self._version(request)))
+
+    def _version(self, request: Request) -> int:
+        """What a token is told to come from: the adapter's version, or that of the base."""
+        return self.policy_version if request.adapter is None else request.adapter.number

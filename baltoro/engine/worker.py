@@ -20,10 +20,12 @@ from typing import Any, Self
 import msgspec
 import zmq
 
+from baltoro.engine.adapters import AdapterVersion
 from baltoro.engine.config import EngineConfig
 from baltoro.engine.engine import Engine, Masks, StopRules, load_engine
 from baltoro.engine.threads import set_threads
-from baltoro.errors import BaltoroError, CapacityError, InvariantError
+from baltoro.errors import BaltoroError, CapacityError, InvariantError, UserError
+from baltoro.model.adapter import adapter_from_bytes
 from baltoro.observe import log, logger, resident_bytes
 from baltoro.protocol.completion import TokenDelta
 from baltoro.protocol.worker import (
@@ -34,10 +36,12 @@ from baltoro.protocol.worker import (
     Flush,
     FromEngine,
     Hello,
+    LoadAdapter,
     Query,
     Shutdown,
     Submit,
     ToEngine,
+    UnloadAdapter,
 )
 
 IDLE_MS = 1000
@@ -113,6 +117,7 @@ class Worker:
         self._socket, self._outbox, self._engine = socket, outbox, engine
         self._start_bytes = start_bytes
         self._decoder: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
+        self._unloading: list[tuple[str, AdapterVersion]] = []
         self._is_leaving = False
         self._is_audited = True
         self._parent = os.getppid()
@@ -138,6 +143,7 @@ class Worker:
                 deltas = self._engine.step()
                 if deltas:
                     self._outbox.send(Deltas(tuple(deltas)))
+            self._answer_unloads()
         log(self._logger, "engine leaves", stats=self._engine.stats())
 
     def _read_all(self) -> None:
@@ -163,12 +169,38 @@ class Worker:
             case Flush(call_id):
                 self._engine.flush()
                 self._outbox.send(Ack(call_id=call_id))
+            case LoadAdapter() | UnloadAdapter():
+                self._change_adapters(message)
             case Query(call_id):
                 self._outbox.send(Ack(call_id=call_id, info=self._engine.stats()))
             case Shutdown(is_draining):
                 self._is_leaving = True
                 if not is_draining:
                     self._engine.abort()
+
+    def _change_adapters(self, message: LoadAdapter | UnloadAdapter) -> None:
+        """A wrong adapter is the caller's fault and hurts nobody. An unload is answered once its users have ended."""
+        engine = self._engine
+        try:
+            if isinstance(message, UnloadAdapter):
+                self._unloading.append((message.call_id, engine.unload_adapter(message.name)))
+                return
+            if message.path is not None:
+                engine.load_adapter(message.name, message.path)
+            else:
+                weights = adapter_from_bytes(message.tensors, message.config, engine.model_config)
+                engine.load_adapter(message.name, weights)
+        except UserError as error:
+            ack = Ack(call_id=message.call_id, error=str(error), error_status=error.status, error_param=error.param)
+            self._outbox.send(ack)
+            return
+        self._outbox.send(Ack(call_id=message.call_id, info={"adapters": engine.adapters.facts()}))
+
+    def _answer_unloads(self) -> None:
+        gone = [call_id for call_id, version in self._unloading if version.is_gone]
+        self._unloading = [(call_id, version) for call_id, version in self._unloading if not version.is_gone]
+        for call_id in gone:
+            self._outbox.send(Ack(call_id=call_id, info={"adapters": self._engine.adapters.facts()}))
 
     def _submit(self, submit: Submit) -> None:
         try:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from functools import cache
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from baltoro.kernels.device import Machine, machine
 from baltoro.kernels.kda import chunk, fla, gate
 from baltoro.kernels.kda import decode as kda_decode
 from baltoro.kernels.kda import reference as kda
+from baltoro.kernels.lora import reference as lora
 from baltoro.kernels.mla import decode as mla_decode
 from baltoro.kernels.mla import padded
 from baltoro.kernels.mla import reference as mla
@@ -51,6 +53,10 @@ class Kernels:
     situ_glu: One  # moe.reference.situ_glu
     silu_glu: One  # moe.reference.silu_glu
     expert_product: One  # moe.experts.expert_product
+    expert_product_lora: One  # moe.experts.expert_product, with terms of adapters
+    lora_delta: One  # lora.reference.add_delta
+    lora_absorbed_query: One  # lora.reference.add_absorbed_query
+    lora_absorbed_value: One  # lora.reference.add_absorbed_value
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +84,7 @@ ANY = ("cpu", "cuda")
 PLAIN = "plain torch; the only implementation so far"
 CHUNKS = "plain torch, vectorised over chunks and heads; the only implementation so far"
 FORMS = "plain torch; gathers per pair for few tokens, groups by expert for many; the only implementation so far"
+LORA = "plain torch, one group of rows per adapter; the only implementation so far"
 FLA = "flash-linear-attention's chunk kernels, forward and backward, for bf16; other dtypes take the reference"
 PADDED = "the framework's fused attention on padded groups of like length; spans with a past take the reference"
 IN_PLACE = "gathered states advance in place, without copies between"
@@ -112,9 +119,14 @@ TABLE: tuple[Row, ...] = (
     Row("silu_glu", ANY, "reference", moe.silu_glu, PLAIN),
     Row("expert_product", ("cuda",), "device grouped", device_grouped.expert_product, GROUPED, is_hopper),
     Row("expert_product", ANY, "reference", experts.expert_product, FORMS),
+    Row("expert_product_lora", ANY, "reference", experts.expert_product, FORMS),
+    Row("lora_delta", ANY, "reference", lora.add_delta, LORA),
+    Row("lora_absorbed_query", ANY, "reference", lora.add_absorbed_query, LORA),
+    Row("lora_absorbed_value", ANY, "reference", lora.add_absorbed_value, LORA),
 )
 
 
+@cache
 def kernels_for(device: torch.device) -> Kernels:
     """The functions for one device."""
     here = machine(device.type, device.index or 0)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from baltoro.errors import ShapeError
 from baltoro.kernels.dispatch import Kernels, kernels_for
+from baltoro.kernels.lora.rows import AdapterRows
 from baltoro.kernels.spans import Borders, Spans
 from baltoro.model.state import CacheViews
 
@@ -87,6 +88,7 @@ class ForwardContext:
     cache        None in training
     num_decodes  leading spans of length 1 that take the decode kernels; 0 in training
     logit_rows   int64 [M] rows whose logits are wanted; None: all
+    adapters     adapter slot of each span, 0 for none; None: none in the whole step
     """
 
     tokens: Tensor
@@ -97,6 +99,7 @@ class ForwardContext:
     media: Media | None = None
     fake_quant: FakeQuant = field(default_factory=FakeQuant)
     is_training: bool = False
+    adapters: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         if self.tokens.shape != (self.spans.num_tokens,):
@@ -109,6 +112,8 @@ class ForwardContext:
             raise ShapeError("a span that starts at 0 has no state yet: it is a prefill, not a decode")
         if self.num_decodes and self.cache is None:
             raise ShapeError("decode spans need a cache")
+        if self.adapters is not None and len(self.adapters) != len(self.spans):
+            raise ShapeError(f"{len(self.adapters)} adapter slots for {len(self.spans)} spans")
         if self.cache is not None:
             self._check_snapshots(self.cache.snapshots)
 
@@ -125,6 +130,26 @@ class ForwardContext:
     def kernels(self) -> Kernels:
         """What the dispatch table picked for the device of this step."""
         return kernels_for(self.tokens.device)
+
+    @cached_property
+    def adapter_rows(self) -> AdapterRows | None:
+        """Adapters of the T tokens; None if there are none."""
+        return self._rows(0, len(self.spans), self.spans.lengths)
+
+    @cached_property
+    def decode_adapter_rows(self) -> AdapterRows | None:
+        """Adapters of the decode rows."""
+        return self._rows(0, self.num_decodes, self.spans.lengths[: self.num_decodes])
+
+    @cached_property
+    def key_adapter_rows(self) -> AdapterRows | None:
+        """Adapters of the keys that prefill spans see, packed span by span: a key is seen through its reader's."""
+        return self._rows(self.num_decodes, len(self.spans), self.prefill.ends)
+
+    def _rows(self, first: int, last: int, lengths: tuple[int, ...]) -> AdapterRows | None:
+        if self.adapters is None:
+            return None
+        return AdapterRows.build(self.adapters[first:last], lengths, self.tokens.device)
 
     @cached_property
     def prefill(self) -> Spans:
@@ -198,8 +223,13 @@ def _places(rows: Tensor, page_size: int) -> tuple[Tensor, Tensor]:
 
 
 def train_context(
-    tokens: Tensor, lengths: tuple[int, ...], *, fake_quant: FakeQuant | None = None, media: Media | None = None
+    tokens: Tensor,
+    lengths: tuple[int, ...],
+    *,
+    fake_quant: FakeQuant | None = None,
+    media: Media | None = None,
+    adapters: tuple[int, ...] | None = None,
 ) -> ForwardContext:
     """The context of a packed training batch: documents of `lengths` tokens, no cache, logits everywhere."""
-    spans = Spans.build(lengths, device=tokens.device)
-    return ForwardContext(tokens, spans, media=media, fake_quant=fake_quant or FakeQuant(), is_training=True)
+    spans, quant = Spans.build(lengths, device=tokens.device), fake_quant or FakeQuant()
+    return ForwardContext(tokens, spans, media=media, fake_quant=quant, is_training=True, adapters=adapters)

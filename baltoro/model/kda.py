@@ -15,11 +15,12 @@ from torch.nn import functional as F
 
 from baltoro.kernels.kda.gate import log_decay
 from baltoro.kernels.kda.reference import l2_norm
+from baltoro.kernels.lora.rows import AdapterRows
 from baltoro.kernels.precision import acc_dtype
 from baltoro.model.config import K3Config
 from baltoro.model.context import CacheMap, ForwardContext
 from baltoro.model.linear import Linear, RMSNorm, WeightOnly
-from baltoro.model.merged import merge_rows
+from baltoro.model.merged import add_loras, merge_rows
 
 
 class KDA(nn.Module):
@@ -59,20 +60,20 @@ class KDA(nn.Module):
         self._conv_weight = self._join_conv().detach()
 
     def forward(self, x: Tensor, ctx: ForwardContext) -> Tensor:
-        heads = (-1, self.num_heads, self.head_dim)
-        qkv, f, b, gate = self._project(x)
+        heads, rows = (-1, self.num_heads, self.head_dim), ctx.adapter_rows
+        qkv, f, b, gate = self._project(x, rows)
         qkv = self._convolve(qkv, ctx)
         q, k, v = (part.view(heads) for part in qkv.chunk(3, dim=-1))
-        raw = self.f_b_proj(f).view(heads)
+        raw = self.f_b_proj(f, rows).view(heads)
         decay = log_decay(
             raw, self.A_log, self.dt_bias.view(self.num_heads, self.head_dim), lower_bound=self.lower_bound
         )
         beta = torch.sigmoid(b.to(decay.dtype))
         out = self._recur(l2_norm(q), l2_norm(k), v, decay, beta, ctx)
         if not self.is_gate_full_rank:
-            gate = self.g_b_proj(gate)
+            gate = self.g_b_proj(gate, rows)
         out = ctx.kernels.gated_rms_norm(out, gate.view(heads), self.o_norm.weight, self.o_norm.eps, x.dtype)
-        return self.o_proj(out.flatten(1))  # type: ignore[no-any-return]
+        return self.o_proj(out.flatten(1), rows)  # type: ignore[no-any-return]
 
     @property
     def _readers(self) -> list[Linear]:
@@ -80,15 +81,15 @@ class KDA(nn.Module):
         gate = self.g_proj if self.is_gate_full_rank else self.g_a_proj
         return [self.q_proj, self.k_proj, self.v_proj, self.f_a_proj, self.b_proj, gate]
 
-    def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def _project(self, x: Tensor, rows: AdapterRows | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """q | k | v, the gate's low rank, beta's logits, and the output gate (or its low rank)."""
         if self._merged is None:
-            q, k, v, f, b, gate = (linear(x) for linear in self._readers)
+            q, k, v, f, b, gate = (linear(x, rows) for linear in self._readers)
             return torch.cat([q, k, v], dim=-1), f, b, gate
+        merged = add_loras(F.linear(x, self._merged), self._readers, x, rows)
         width = self.num_heads * self.head_dim
         rest = self._merged.shape[0] - 3 * width - self.head_dim - self.num_heads
-        sizes = [3 * width, self.head_dim, self.num_heads, rest]
-        qkv, f, b, gate = torch.split(F.linear(x, self._merged), sizes, dim=-1)
+        qkv, f, b, gate = torch.split(merged, [3 * width, self.head_dim, self.num_heads, rest], dim=-1)
         return qkv, f, b, gate
 
     def _join_conv(self) -> Tensor:

@@ -69,7 +69,7 @@ class DecoderLayer(nn.Module):
             stream = stream.open_block()
         stream = stream.add(self.self_attn(self.input_layernorm(h), ctx))
         h = self.post_attention_layernorm(self._read(stream, "mlp_res", ctx))
-        return stream.add(self.block_sparse_moe(h, ctx) if self.has_experts else self.mlp(h))
+        return stream.add(self.block_sparse_moe(h, ctx) if self.has_experts else self.mlp(h, ctx.adapter_rows))
 
     def _read(self, stream: Stream, name: str, ctx: ForwardContext) -> Tensor:
         if self.has_attn_res:

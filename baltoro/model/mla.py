@@ -15,13 +15,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from baltoro.kernels.lora.rows import AdapterRows
 from baltoro.kernels.mla.padded import buckets
 from baltoro.kernels.precision import acc_dtype
 from baltoro.kernels.spans import Spans
 from baltoro.model.config import K3Config
 from baltoro.model.context import CacheMap, ForwardContext
 from baltoro.model.linear import Linear, RMSNorm
-from baltoro.model.merged import merge_rows
+from baltoro.model.merged import add_loras, merge_rows
 
 
 class MLA(nn.Module):
@@ -60,16 +61,17 @@ class MLA(nn.Module):
         self._merged = merge_rows(self._readers)
 
     def forward(self, x: Tensor, ctx: ForwardContext) -> Tensor:
-        q, kv, *gate = self._project(x)
+        adapters = ctx.adapter_rows
+        q, kv, *gate = self._project(x, adapters)
         if self.q_rank is not None:
-            q = self.q_b_proj(self.q_a_layernorm(q))
+            q = self.q_b_proj(self.q_a_layernorm(q), adapters)
         q = q.view(-1, self.num_heads, self.nope + self.rope)
         latent, shared = torch.split(kv, [self.latent, self.rope], dim=-1)
         rows = torch.cat([self.kv_a_layernorm(latent), shared], dim=-1)
         out = self._attend(q, rows, ctx).flatten(1)
         if self.has_gate:
             out = out * torch.sigmoid(gate[0]).to(out.dtype)
-        return self.o_proj(out.to(x.dtype))  # type: ignore[no-any-return]
+        return self.o_proj(out.to(x.dtype), adapters)  # type: ignore[no-any-return]
 
     @property
     def _readers(self) -> list[Linear]:
@@ -77,11 +79,11 @@ class MLA(nn.Module):
         query = self.q_proj if self.q_rank is None else self.q_a_proj
         return [query, self.kv_a_proj_with_mqa, *([self.g_proj] if self.has_gate else [])]
 
-    def _project(self, x: Tensor) -> tuple[Tensor, ...]:
+    def _project(self, x: Tensor, adapters: AdapterRows | None) -> tuple[Tensor, ...]:
         if self._merged is None:
-            return tuple(linear(x) for linear in self._readers)
-        sizes = [linear.weight.shape[0] for linear in self._readers]
-        return torch.split(F.linear(x, self._merged), sizes, dim=-1)
+            return tuple(linear(x, adapters) for linear in self._readers)
+        merged = add_loras(F.linear(x, self._merged), self._readers, x, adapters)
+        return torch.split(merged, [linear.weight.shape[0] for linear in self._readers], dim=-1)
 
     def _attend(self, q: Tensor, rows: Tensor, ctx: ForwardContext) -> Tensor:
         """[T, H, Dv]; writes `rows` to the cache first, so that a token sees itself."""
@@ -100,7 +102,7 @@ class MLA(nn.Module):
     def _expanded(self, q: Tensor, rows: Tensor, spans: Spans, ctx: ForwardContext) -> Tensor:
         """Ordinary attention on keys and values expanded from the rows of all tokens that the spans see."""
         latent, shared = torch.split(rows, [self.latent, self.rope], dim=-1)
-        expanded = self.kv_b_proj(latent).view(-1, self.num_heads, self.nope + self.value)
+        expanded = self.kv_b_proj(latent, ctx.key_adapter_rows).view(-1, self.num_heads, self.nope + self.value)
         key_part, value = torch.split(expanded, [self.nope, self.value], dim=-1)
         key = torch.cat([key_part, shared.unsqueeze(1).expand(-1, self.num_heads, -1)], dim=-1)
         if self.logit_observer is not None and ctx.is_training:
@@ -109,18 +111,37 @@ class MLA(nn.Module):
         return ctx.kernels.mla_attend(q, key, value, spans=spans, scale=self.scale, out_dtype=out_dtype)
 
     def _absorbed(self, q: Tensor, kv: Tensor, cache: CacheMap, ctx: ForwardContext) -> Tensor:
-        """Decode rows against the paged latent rows: kv_b goes into the query and into the output."""
+        """Decode rows against the paged latent rows: kv_b goes into the query and into the output, and so do the
+        factors of an adapter on kv_b."""
         weight = self.kv_b_proj.weight.view(self.num_heads, self.nope + self.value, self.latent)
         up_key, up_value = torch.split(weight, [self.nope, self.value], dim=1)
         q_nope, q_shared = torch.split(q, [self.nope, self.rope], dim=-1)
         # [H, N, Dn] x [H, Dn, R]: one small product per head
         q_latent = torch.bmm(q_nope.transpose(0, 1), up_key).transpose(0, 1)
+        lora, rows = self.kv_b_proj.lora, ctx.decode_adapter_rows
+        if lora is not None and rows is not None:
+            key_factor, value_factor = self._by_head(lora.b)
+            q_latent = ctx.kernels.lora_absorbed_query(
+                q_latent, q_nope, lora.a, key_factor, lora.scale, rows, active=lora.active
+            )
         table = cache.page_table[: ctx.num_decodes]
         query = torch.cat([q_latent, q_shared], dim=-1)
         out, _ = ctx.kernels.mla_attend_absorbed(
             query, kv, table, ctx.decode_lengths, latent=self.latent, scale=self.scale
         )
-        return torch.bmm(out.to(q.dtype).transpose(0, 1), up_value.transpose(1, 2)).transpose(0, 1)
+        out = out.to(q.dtype)
+        value = torch.bmm(out.transpose(0, 1), up_value.transpose(1, 2)).transpose(0, 1)
+        if lora is not None and rows is not None:
+            value = ctx.kernels.lora_absorbed_value(
+                value, out, lora.a, value_factor, lora.scale, rows, active=lora.active
+            )
+        return value
+
+    def _by_head(self, b: Tensor) -> tuple[Tensor, Tensor]:
+        """B of kv_b [U, H * (K + V), r] as [U, H, K, r] and [U, H, V, r]."""
+        by_head = b.view(b.shape[0], self.num_heads, self.nope + self.value, b.shape[-1])
+        key, value = torch.split(by_head, [self.nope, self.value], dim=2)
+        return key, value
 
 
 def max_logits(q: Tensor, k: Tensor, spans: Spans, scale: float) -> Tensor:

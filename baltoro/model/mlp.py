@@ -12,10 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from baltoro.kernels.lora.rows import AdapterRows
 from baltoro.kernels.moe.reference import silu_glu, situ_glu
 from baltoro.model.config import K3Config
 from baltoro.model.linear import Linear
-from baltoro.model.merged import merge_rows
+from baltoro.model.merged import add_loras, merge_rows
 
 Activation = Callable[[Tensor, Tensor], Tensor]
 
@@ -42,13 +43,13 @@ class MLP(nn.Module):
         """Prepare for inference: gate and up in one product."""
         self._merged = merge_rows([self.gate_proj, self.up_proj])
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, rows: AdapterRows | None = None) -> Tensor:
         if self._merged is None:
-            gate, up = self.gate_proj(x), self.up_proj(x)
-        else:
-            gate, up = F.linear(x, self._merged).chunk(2, dim=-1)
-        return self.finish(gate, up)
+            return self.finish(self.gate_proj(x, rows), self.up_proj(x, rows), rows)
+        merged = add_loras(F.linear(x, self._merged), (self.gate_proj, self.up_proj), x, rows)
+        gate, up = merged.chunk(2, dim=-1)
+        return self.finish(gate, up, rows)
 
-    def finish(self, gate: Tensor, up: Tensor) -> Tensor:
+    def finish(self, gate: Tensor, up: Tensor, rows: AdapterRows | None = None) -> Tensor:
         """From the two projections on."""
-        return self.down_proj(self.activation(gate, up))  # type: ignore[no-any-return]
+        return self.down_proj(self.activation(gate, up), rows)  # type: ignore[no-any-return]

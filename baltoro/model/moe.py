@@ -14,12 +14,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from baltoro.kernels.lora.experts import ExpertDelta, ExpertFactors
+from baltoro.kernels.lora.rows import AdapterRows
 from baltoro.kernels.moe.experts import ExpertWeights, Packed
 from baltoro.kernels.precision import acc_dtype
 from baltoro.model.config import K3Config
 from baltoro.model.context import ForwardContext
-from baltoro.model.linear import Linear, RMSNorm
-from baltoro.model.merged import merge_rows
+from baltoro.model.linear import Factors, Linear, RMSNorm
+from baltoro.model.merged import add_loras, merge_rows
 from baltoro.model.mlp import MLP, activation_of
 
 
@@ -69,6 +71,7 @@ class Experts(nn.Module):
     def __init__(self, config: K3Config, *, dtype: torch.dtype, device: str | torch.device) -> None:
         super().__init__()
         self.is_packed = config.are_experts_packed
+        self.lora: dict[str, Factors] = {}  # by matrix; no part of the base's state_dict
         width, hidden, count = config.expert_width, config.expert_intermediate_size, config.num_experts
         for name, rows, columns in (("w1", hidden, width), ("w2", width, hidden), ("w3", hidden, width)):
             if self.is_packed:
@@ -83,6 +86,13 @@ class Experts(nn.Module):
     def weights(self) -> ExpertWeights:
         """What the expert product takes."""
         return ExpertWeights(w1=self._matrix("w1"), w3=self._matrix("w3"), w2=self._matrix("w2"))
+
+    def delta(self, rows: AdapterRows | None) -> ExpertDelta | None:
+        """The terms of adapters in this step; None if no row has any here."""
+        if rows is None or not any(rows.among(factors.active) for factors in self.lora.values()):
+            return None
+        w1, w3, w2 = (self.lora[name] for name in ("w1", "w3", "w2"))
+        return ExpertDelta(_for_kernels(w1), _for_kernels(w3), _for_kernels(w2), rows)
 
     def _matrix(self, name: str) -> Tensor | Packed:
         if self.is_packed:
@@ -118,9 +128,14 @@ class MoE(nn.Module):
             self._merged = merge_rows(readers)
 
     def forward(self, x: Tensor, ctx: ForwardContext) -> Tensor:
-        logits, z, shared = self._project(x)
+        rows = ctx.adapter_rows
+        logits, z, shared = self._project(x, rows)
         ids, weights = self.gate.choose(logits, ctx)
-        y = ctx.kernels.expert_product(
+        delta, options = self.experts.delta(rows), {}
+        product = ctx.kernels.expert_product
+        if delta is not None:
+            product, options = ctx.kernels.expert_product_lora, {"delta": delta}
+        y = product(
             z,
             ids,
             weights,
@@ -128,9 +143,10 @@ class MoE(nn.Module):
             activation=self.activation,
             fake_weights=ctx.fake_quant.weights,
             fake_activations=ctx.fake_quant.activations,
+            **options,
         )
         if self.has_latent:
-            y = self.routed_expert_up_proj(self.routed_expert_norm(y) if self.has_norm else y)
+            y = self.routed_expert_up_proj(self.routed_expert_norm(y) if self.has_norm else y, rows)
         return y if shared is None else y + shared
 
     @property
@@ -145,13 +161,18 @@ class MoE(nn.Module):
             readers += [self.shared_experts.gate_proj, self.shared_experts.up_proj]
         return readers
 
-    def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    def _project(self, x: Tensor, rows: AdapterRows | None) -> tuple[Tensor, Tensor, Tensor | None]:
         """Router logits, the routed experts' input, the shared experts' output (None without any)."""
         if self._merged is None:
-            z = self.routed_expert_down_proj(x) if self.has_latent else x
-            return self.gate(x), z, self.shared_experts(x) if self.has_shared else None
+            z = self.routed_expert_down_proj(x, rows) if self.has_latent else x
+            return self.gate(x), z, self.shared_experts(x, rows) if self.has_shared else None
         readers = self._readers
-        parts = list(torch.split(F.linear(x, self._merged), [reader.weight.shape[0] for reader in readers], dim=-1))
+        merged = add_loras(F.linear(x, self._merged), readers, x, rows)
+        parts = list(torch.split(merged, [reader.weight.shape[0] for reader in readers], dim=-1))
         logits = parts.pop(0) if readers[0] is self.gate else self.gate(x)
         z = parts.pop(0) if self.has_latent else x
-        return logits, z, self.shared_experts.finish(*parts) if self.has_shared else None
+        return logits, z, self.shared_experts.finish(parts[0], parts[1], rows) if self.has_shared else None
+
+
+def _for_kernels(factors: Factors) -> ExpertFactors:
+    return ExpertFactors(factors.a, factors.b, factors.scale, factors.active)

@@ -184,13 +184,15 @@ class TextCompletion(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
-    """One entry of /v1/models."""
+    """One entry of /v1/models; an adapter names its base as `parent` and where it came from as `root`."""
 
     id: str
     object: Literal["model"] = "model"
     created: int
     owned_by: str = "baltoro"
     max_model_len: int
+    root: str | UnsetType = UNSET
+    parent: str | UnsetType = UNSET
 
 
 class ModelList(msgspec.Struct, frozen=True, kw_only=True):

@@ -54,6 +54,25 @@ class Flush(msgspec.Struct, frozen=True, tag="flush"):
     call_id: str
 
 
+class LoadAdapter(msgspec.Struct, frozen=True, kw_only=True, tag="load_adapter"):
+    """Load an adapter under a name, as a new version if the name is taken: from a folder on the engine's machine
+    (`path`), or from the bytes of a safetensors file and the fields of its adapter_config.json. Answered by Ack with
+    `info` {adapters: facts by name}."""
+
+    call_id: str
+    name: str
+    path: str | None = None
+    tensors: bytes = b""
+    config: dict[str, object] = {}
+
+
+class UnloadAdapter(msgspec.Struct, frozen=True, kw_only=True, tag="unload_adapter"):
+    """Refuse an adapter from now on. Answered by Ack, as LoadAdapter is, when its last running request has ended."""
+
+    call_id: str
+    name: str
+
+
 class Query(msgspec.Struct, frozen=True, tag="query"):
     """Ask for engine numbers. Answered by Ack with `info`."""
 
@@ -77,6 +96,8 @@ class Ack(msgspec.Struct, frozen=True, kw_only=True, tag="ack"):
 
     call_id: str
     error: str | None = None
+    error_status: int | None = None
+    error_param: str | None = None
     info: dict[str, object] = {}
 
 
@@ -93,5 +114,5 @@ class Dying(msgspec.Struct, frozen=True, tag="dying"):
     reason: str
 
 
-ToEngine = Submit | Abort | Flush | Query | Shutdown
+ToEngine = Submit | Abort | Flush | LoadAdapter | UnloadAdapter | Query | Shutdown
 FromEngine = Deltas | Ack | Hello | Dying

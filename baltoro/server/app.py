@@ -20,7 +20,8 @@ from baltoro.protocol.openai import json_schemas
 from baltoro.protocol.openai_reply import ModelCard, ModelList
 from baltoro.protocol.sampling import SamplingParams
 from baltoro.protocol.worker import Submit
-from baltoro.server import chat, completions, errors, generate, native
+from baltoro.server import adapter_routes, chat, completions, errors, generate, native
+from baltoro.server.adapters import LoadedAdapters
 from baltoro.server.client import Worker
 from baltoro.server.config import ServerConfig
 from baltoro.server.health import CONTENT_TYPE, Metrics
@@ -34,7 +35,8 @@ METRICS_TIMEOUT_S = 2.0
 
 def create_app(config: ServerConfig, worker: Worker, tokenizer: Tokenizer) -> FastAPI:
     """An application. The worker must be ready."""
-    service = Service(config, worker, tokenizer, Metrics(config.model_name), int(time.time()))
+    loaded = LoadedAdapters(worker.info.get("adapters", {}))
+    service = Service(config, worker, tokenizer, Metrics(config.model_name), int(time.time()), loaded)
     app = _Described(title="baltoro", description="A model of the Kimi K3 architecture over the OpenAI API.")
     errors.install(app)
     app.include_router(_open_routes(service))
@@ -42,7 +44,7 @@ def create_app(config: ServerConfig, worker: Worker, tokenizer: Tokenizer) -> Fa
     async def needs_key(request: Request) -> None:
         check_key(request, config.api_key)
 
-    for module in (chat, completions, generate, native):
+    for module in (chat, completions, generate, native, adapter_routes):
         app.include_router(module.router(service), dependencies=[Depends(needs_key)])
     app.include_router(_models(service), dependencies=[Depends(needs_key)])
     return app
@@ -55,7 +57,7 @@ class _Described(FastAPI):
         if self.openapi_schema is None:
             schemas: dict[str, Any] = super().openapi().setdefault("components", {}).setdefault("schemas", {})
             schemas.update(json_schemas(SCHEMA_REF))
-            own = (generate.GenerateBody, native.AbortBody)
+            own = (generate.GenerateBody, native.AbortBody, *adapter_routes.BODIES)
             _, components = msgspec.json.schema_components(own, ref_template=SCHEMA_REF.replace("model", "name"))
             schemas.update(components)
         return super().openapi()
@@ -95,14 +97,15 @@ def _models(service: Service) -> APIRouter:
 
     @routes.get("/v1/models")
     async def models() -> Response:
-        """The one model of this server."""
-        return json_reply(ModelList(data=[card]))
+        """The model of this server, and its adapters."""
+        return json_reply(ModelList(data=[card, *service.adapters.cards(card)]))
 
     @routes.get("/v1/models/{name:path}")
     async def model(name: str) -> Response:
         """Facts of the model."""
-        service.check_model(name)
-        return json_reply(card)
+        wanted = service.label(service.select(name))
+        cards = (card, *service.adapters.cards(card))
+        return json_reply(next(one for one in cards if one.id == wanted))
 
     @routes.get("/health_generate")
     async def health_generate() -> Response:

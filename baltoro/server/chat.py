@@ -64,14 +64,14 @@ def router(service: Service) -> APIRouter:
         """Answer a conversation, as OpenAI's endpoint of that name."""
         raw = await read_body(request, service.config.max_body_bytes)
         body = parse(ChatRequest, raw)
-        service.check_model(body.model)
+        adapter = service.select(body.model)
         service.check_alive()
         has_grammar = body.response_format is not None or body.tool_choice is not None
         if len(raw) < THREAD_FROM_BYTES and not has_grammar:
             plan = plan_chat(body, service.config, service.tokenizer)
         else:
             plan = await asyncio.to_thread(plan_chat, body, service.config, service.tokenizer)
-        job = Job(service, body, plan)
+        job = Job(service, body, plan.with_adapter(adapter))
         if not body.stream:
             reply = await while_connected(request, job.whole())
             return json_reply(reply, job.usage_headers())
@@ -122,7 +122,7 @@ class Job:
         return ChatCompletion(
             id=self._plan.id,
             created=self._created,
-            model=self._service.config.model_name,
+            model=self._service.label(self._plan.submit.adapter),
             choices=[self._whole_choice(choice) for choice in self._choices],
             usage=self._total(),
         )
@@ -225,7 +225,7 @@ class Job:
         return ChatLogprobs([logprob_entry(tokenizer, token) for piece in pieces for token in piece.tokens])
 
     def _event(self, choices: list[ChunkChoice], total: Usage | UnsetType = UNSET) -> bytes:
-        model = self._service.config.model_name
+        model = self._service.label(self._plan.submit.adapter)
         chunk = ChatChunk(id=self._plan.id, created=self._created, model=model, choices=choices, usage=total)
         return sse.encode(to_json(chunk))
 

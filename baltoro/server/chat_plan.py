@@ -10,9 +10,10 @@ Source: spec of K3's chat protocol; Moonshot's `thinking` object: it wins over `
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from msgspec import structs
 from PIL import Image
 
 from baltoro.chat.grammar import chat_grammar
@@ -40,6 +41,10 @@ class ChatPlan:
     has_logprobs: bool
     num_past_calls: int
     num_hidden: int
+
+    def with_adapter(self, adapter: str | None) -> ChatPlan:
+        """The same for an adapter, None for the base."""
+        return replace(self, submit=structs.replace(self.submit, adapter=adapter))
 
 
 def plan_chat(body: ChatRequest, config: ServerConfig, tokenizer: Tokenizer) -> ChatPlan:

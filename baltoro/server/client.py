@@ -15,7 +15,7 @@ import itertools
 from collections import deque
 from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Protocol, Self, cast
 
 import msgspec
 import zmq
@@ -33,11 +33,16 @@ from baltoro.protocol.worker import (
     Flush,
     FromEngine,
     Hello,
+    LoadAdapter,
     Query,
     Shutdown,
     Submit,
     ToEngine,
+    UnloadAdapter,
 )
+
+LOAD_TIMEOUT_S = 600.0
+"""How long an adapter may take to be read and checked."""
 
 
 class DeltaStream:
@@ -126,6 +131,14 @@ class Worker(Protocol):
     async def flush(self) -> None:
         """Forget cached prefixes. Errors: RequestError with the engine's reason when it cannot."""
 
+    async def load_adapter(
+        self, name: str, *, path: str | None = None, tensors: bytes = b"", config: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Load an adapter; facts of all adapters by name. Errors: RequestError with the engine's reason."""
+
+    async def unload_adapter(self, name: str) -> dict[str, Any]:
+        """Returns when its last request has ended; facts as above. Errors: RequestError."""
+
 
 class WorkerClient:
     """A `Worker` over a socket. Lives in one event loop; `start` before use, `close` at the end."""
@@ -195,6 +208,17 @@ class WorkerClient:
         if ack.error is not None:
             raise RequestError(f"the cache cannot be flushed now: {ack.error}")
 
+    async def load_adapter(
+        self, name: str, *, path: str | None = None, tensors: bytes = b"", config: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
+        call = LoadAdapter(
+            call_id=next(self._call_ids), name=name, path=path, tensors=tensors, config=dict(config or {})
+        )
+        return _adapters(await self._call(call, LOAD_TIMEOUT_S))
+
+    async def unload_adapter(self, name: str) -> dict[str, Any]:
+        return _adapters(await self._call(UnloadAdapter(call_id=next(self._call_ids), name=name), None))
+
     def shut_down(self, *, is_draining: bool) -> None:
         """Tell the engine to leave; its end is seen by whoever watches the process."""
         if self._failure is None and self._engine:
@@ -236,15 +260,17 @@ class WorkerClient:
         # With no high-water mark a send is done at once; the future holds an error only if the socket is broken.
         self._socket.send_multipart([self._engine, self._encoder.encode(message)], copy=True)
 
-    async def _call(self, message: Query | Flush) -> Ack:
+    async def _call(self, message: Query | Flush | LoadAdapter | UnloadAdapter, timeout_s: float | None = -1.0) -> Ack:
+        """The engine's answer. `timeout_s`: None waits as long as the engine lives; -1 is the client's own."""
         self._check()
+        timeout_s = self._call_timeout_s if timeout_s == -1.0 else timeout_s
         answer: asyncio.Future[Ack] = asyncio.get_running_loop().create_future()
         self._calls[message.call_id] = answer
         self._send(message)
         try:
-            return await asyncio.wait_for(answer, self._call_timeout_s)
+            return await asyncio.wait_for(answer, timeout_s)
         except TimeoutError as error:
-            raise WorkerLost(f"the engine did not answer within {self._call_timeout_s:g} s") from error
+            raise WorkerLost(f"the engine did not answer within {timeout_s:g} s") from error
         finally:
             self._calls.pop(message.call_id, None)
 
@@ -275,3 +301,10 @@ class WorkerClient:
                 self._hello.set()
             case Dying(reason):
                 self.lose(reason)
+
+
+def _adapters(ack: Ack) -> dict[str, Any]:
+    """Facts of all adapters. Errors: RequestError when the engine refused."""
+    if ack.error is not None:
+        raise RequestError(ack.error, param=ack.error_param)
+    return cast(dict[str, Any], ack.info["adapters"])

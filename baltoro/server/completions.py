@@ -49,7 +49,7 @@ class Job:
     """One body on its way. Errors at construction: RequestError, NotFound. Single writer: its handler."""
 
     def __init__(self, service: Service, body: CompletionRequest) -> None:
-        service.check_model(body.model)
+        self._adapter = service.select(body.model)
         if body.suffix:
             raise RequestError("suffix is not supported; leave it out", param="suffix")
         self._n = num_choices(body, service.config)
@@ -84,6 +84,7 @@ class Job:
             params=params,
             n=self._n,
             priority=body.priority or 0,
+            adapter=self._adapter,
             cache_salt=body.cache_salt or "",
         )
 
@@ -124,7 +125,7 @@ class Job:
         )
 
     def _reply(self, choices: list[TextChoice], total: Usage | UnsetType = UNSET) -> TextCompletion:
-        model = self._service.config.model_name
+        model = self._service.label(self._adapter)
         return TextCompletion(id=self._id, created=self._created, model=model, choices=choices, usage=total)
 
     def _usage(self) -> Usage:

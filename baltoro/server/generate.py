@@ -2,6 +2,7 @@
 
 In: a body with `text` or `input_ids` (one or a list) and `sampling_params`. Out: `{text, output_ids, meta_info}`, or a
 list of them for a list or for n > 1; streamed, each event holds everything so far.
+`lora_path` names an adapter that is loaded.
 Invariants: channels are never parsed; `no_stop_trim` keeps what ended the text, for callers that train on the ids.
 Limits: input_embeds, regex and ebnf are refused.
 Source: SGLang's native API.
@@ -80,6 +81,7 @@ class GenerateBody(msgspec.Struct):
     logprob_start_len: Int = -1
     top_logprobs_num: Int = 0
     return_text_in_logprobs: bool = False
+    lora_path: str | list[str | None] | None = None
     priority: Int = 0
     extra_key: str = ""
 
@@ -128,7 +130,8 @@ class Job:
         if not 1 <= self._n <= service.config.max_choices:
             raise RequestError(f"n must lie between 1 and {service.config.max_choices}", param="sampling_params.n")
         rids = request_ids(body.rid or new_id("gen"), len(prompts))
-        submits = [self._submit(ids, rid) for ids, rid in zip(prompts, rids, strict=True)]
+        adapters = _adapters(body, service, len(prompts))
+        submits = [self._submit(*one) for one in zip(prompts, rids, adapters, strict=True)]
         self._items = {(s.request_id, j): _Item(s, self._text_stream(s)) for s in submits for j in range(self._n)}
         self._submits = submits
 
@@ -141,7 +144,7 @@ class Job:
             shows_special=not params.skip_special_tokens,
         )
 
-    def _submit(self, ids: tuple[int, ...], rid: str) -> Submit:
+    def _submit(self, ids: tuple[int, ...], rid: str, adapter: str | None) -> Submit:
         body, asked, vocab_size = self._body, self._body.sampling_params, self._service.tokenizer.vocab_size
         if asked.regex or asked.ebnf:
             raise RequestError("regex and ebnf are not supported; use json_schema", param="sampling_params")
@@ -168,6 +171,7 @@ class Job:
             n=self._n,
             priority=body.priority,
             grammar=_grammar(asked.json_schema),
+            adapter=adapter,
             cache_salt=body.extra_key,
         )
 
@@ -248,6 +252,14 @@ def _grammar(schema: str | None) -> str | None:
         raise RequestError(
             f"json_schema must be the text of a JSON object: {error}", param="sampling_params.json_schema"
         ) from error
+
+
+def _adapters(body: GenerateBody, service: Service, count: int) -> list[str | None]:
+    """The adapter of each prompt: `lora_path` names one for all, or one each (null for the base)."""
+    asked = body.lora_path if isinstance(body.lora_path, list) else [body.lora_path] * count
+    if len(asked) != count:
+        raise RequestError(f"lora_path has {len(asked)} entries for {count} prompts", param="lora_path")
+    return [service.adapters.check(name, "lora_path") for name in asked]
 
 
 def _prompts(body: GenerateBody, service: Service) -> tuple[list[tuple[int, ...]], bool]:

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 from baltoro.chat.tokenizer import Tokenizer
 from baltoro.errors import WorkerLost
+from baltoro.server.adapters import LoadedAdapters
 from baltoro.server.client import Worker
 from baltoro.server.config import ServerConfig
-from baltoro.server.errors import NotFound
 from baltoro.server.health import Metrics
 
 
@@ -24,15 +24,15 @@ class Service:
     tokenizer: Tokenizer
     metrics: Metrics
     started_s: int
+    adapters: LoadedAdapters
 
-    def check_model(self, asked: str | None) -> None:
-        """Errors: NotFound when another model than ours is asked for."""
-        if asked is not None and asked != self.config.model_name:
-            raise NotFound(
-                f"the model {asked} is not here; this server has {self.config.model_name}",
-                param="model",
-                code="model_not_found",
-            )
+    def select(self, asked: str | None) -> str | None:
+        """The adapter that `model` of a body asks for; None is the base. Errors: NotFound."""
+        return self.adapters.select(asked, self.config.model_name)
+
+    def label(self, adapter: str | None) -> str:
+        """What replies call the model."""
+        return self.config.model_name if adapter is None else f"{self.config.model_name}:{adapter}"
 
     def check_alive(self) -> None:
         """Errors: WorkerLost when the engine is gone."""

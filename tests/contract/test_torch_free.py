@@ -17,7 +17,13 @@ from tests.contract.tree import PACKAGE, ROOT, files, module_name, room
 TORCH_FREE_ROOMS = {"config", "errors", "observe", "protocol", "chat", "server", "router", "sandbox", "envs"}
 TORCH_FREE_ROOMS |= {"__main__", "__init__"}  # --help and `import baltoro` answer at once
 TORCH_FREE_FILES = {"model/sizes.py", "model/names.py", "model/config_json.py", "model/inspect.py"}
-TORCH_FREE_FILES |= {"model/tensor_file.py", "model/weight_files.py", "parallel/mesh.py", "parallel/shard.py"}
+TORCH_FREE_FILES |= {
+    "model/adapter_names.py",
+    "model/tensor_file.py",
+    "model/weight_files.py",
+    "parallel/mesh.py",
+    "parallel/shard.py",
+}
 
 PROBE = """
 import json, sys, traceback

@@ -35,6 +35,7 @@ class Harness:
         self.tables = order.view(num_requests, pages_each)
         self.slots = torch.arange(num_requests, 0, -1)
         self.done = [0] * num_requests
+        self.adapters: Sequence[int] | None = None  # adapter slot of each request
         width = 3 * config.kda_width
         num_slots = num_requests + num_spare + 1
         state = (num_slots, config.kda_num_heads, config.kda_head_dim, config.kda_head_dim)
@@ -74,7 +75,8 @@ class Harness:
         num_decodes = sum(self._is_decode(*item) for item in ordered)
         tokens = torch.tensor([token for _, span in ordered for token in span])
         with torch.no_grad():
-            logits = self.model(ForwardContext(tokens, spans, cache, num_decodes, media=media))
+            adapters = None if self.adapters is None else tuple(self.adapters[request] for request, _ in ordered)
+            logits = self.model(ForwardContext(tokens, spans, cache, num_decodes, media=media, adapters=adapters))
         for request, span in ordered:
             self.done[request] += len(span)
         parts = dict(zip(rank, logits.split(spans.lengths), strict=True))

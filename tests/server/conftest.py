@@ -86,13 +86,13 @@ async def make_lab(tmp_path: Path) -> AsyncIterator[MakeLab]:
     """Builds labs; `make_lab(api_key="k")` changes the settings of one."""
     async with AsyncExitStack() as stack:
 
-        async def make(**settings: Any) -> Lab:
+        async def make(*, adapters: dict[str, dict[str, Any]] | None = None, **settings: Any) -> Lab:
             address = f"ipc://{tmp_path}/engine"
             fields = {"model_name": "tiny", "max_context_tokens": 4096, "call_timeout_s": 0.3} | settings
             config = ServerConfig(**fields)
             worker = WorkerClient(address, call_timeout_s=0.3)
             stack.callback(worker.close)
-            engine = FakeEngine(address, lambda _request, _index: Reply([[104], [105]]))
+            engine = FakeEngine(address, lambda _request, _index: Reply([[104], [105]]), adapters=adapters or {})
             worker.start()
             engine.start()
             stack.callback(engine.close)

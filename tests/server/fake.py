@@ -21,10 +21,12 @@ from baltoro.protocol.worker import (
     Flush,
     FromEngine,
     Hello,
+    LoadAdapter,
     Query,
     Shutdown,
     Submit,
     ToEngine,
+    UnloadAdapter,
 )
 
 
@@ -58,6 +60,11 @@ class FakeEngine:
     info: dict[str, Any] = field(default_factory=dict)
     is_mute: bool = False
     shutdown: Shutdown | None = None
+    loads: list[LoadAdapter] = field(default_factory=list)
+    adapters: dict[str, dict[str, Any]] = field(default_factory=dict)
+    adapter_error: str | None = None
+    unloading: list[UnloadAdapter] = field(default_factory=list)
+    is_busy: bool = False
 
     def __post_init__(self) -> None:
         self._context = zmq.asyncio.Context()
@@ -68,7 +75,7 @@ class FakeEngine:
         self.changed = asyncio.Event()
 
     def start(self) -> None:
-        self._send(Hello(info={"fake": True}))
+        self._send(Hello(info={"fake": True, "adapters": self.adapters}))
         self._reader = asyncio.create_task(self._read())
 
     def die(self, reason: str) -> None:
@@ -111,11 +118,28 @@ class FakeEngine:
                 case Flush(call_id) if not self.is_mute:
                     self.num_flushes += 1
                     self._send(Ack(call_id=call_id, error=self.flush_error))
+                case LoadAdapter():
+                    self.loads.append(message)
+                    if self.adapter_error is None:
+                        self.adapters[message.name] = {"path": message.path or "", "version": len(self.loads)}
+                    fault = {"error": self.adapter_error, "error_status": 400, "error_param": "lora_name"}
+                    failed = {} if self.adapter_error is None else fault
+                    self._send(Ack(call_id=message.call_id, info={"adapters": self.adapters}, **failed))
+                case UnloadAdapter():
+                    del self.adapters[message.name]
+                    self.unloading.append(message)
+                    if not self.is_busy:
+                        self.end_unloads()
                 case Shutdown():
                     self.shutdown = message
                 case _:
                     pass
             self.changed.set()
+
+    def end_unloads(self) -> None:
+        """The last users of adapters that were unloaded have ended."""
+        while self.unloading:
+            self._send(Ack(call_id=self.unloading.pop().call_id, info={"adapters": self.adapters}))
 
     def _abort(self, request_id: str) -> None:
         self.aborted.append(request_id)

@@ -69,6 +69,6 @@ async def test_infos_tell_facts_but_not_the_key(lab: Lab) -> None:
     info = (await lab.http.get("/server_info")).json()
     assert info["server"]["model_name"] == "tiny"
     assert info["server"]["api_key"] is None
-    assert info["engine"] == {"fake": True}
+    assert info["engine"] == {"fake": True, "adapters": {}}
     assert info["state"] == {"num_running_reqs": 0}
     assert (await lab.http.get("/model_info")).json()["vocab_size"] == lab.tokenizer.vocab_size

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from baltoro.kernels.lora.experts import ExpertDelta
 from baltoro.kernels.precision import acc_dtype
 from baltoro.kernels.quant import mxfp4, mxfp8
 
@@ -76,18 +77,20 @@ def expert_product(
     activation: Activation,
     fake_weights: bool = False,
     fake_activations: bool = False,
+    delta: ExpertDelta | None = None,
 ) -> Tensor:
     """z [T, M], ids int64 [T, A], weights [T, A] -> [T, M] in z.dtype.
 
     fake_weights: dense weights pass through MXFP4 fake quantisation. fake_activations: the inputs of both products pass
-    through MXFP8 fake quantisation. Gradients are straight-through.
+    through MXFP8 fake quantisation. Gradients are straight-through. `delta`: terms of adapters, which read the inputs
+    of both products unquantised.
     """
     experts = experts.fake() if fake_weights else experts
     if ids.numel() <= MAX_GATHERED_PAIRS:
         form = gathered
     else:
         form = everywhere if _is_small(ids, experts) and not torch.is_grad_enabled() else grouped
-    return form(z, ids, weights, experts, activation=activation, fake_activations=fake_activations)
+    return form(z, ids, weights, experts, activation=activation, fake_activations=fake_activations, delta=delta)
 
 
 def gathered(
@@ -98,14 +101,20 @@ def gathered(
     *,
     activation: Activation,
     fake_activations: bool = False,
+    delta: ExpertDelta | None = None,
 ) -> Tensor:
     """`expert_product` pair by pair: no sort, but each pair reads its expert's weights."""
     w1, w3, w2 = experts.take(ids.flatten(), z.dtype)
     pairs = (mxfp8.fake(z) if fake_activations else z).repeat_interleave(ids.shape[1], 0).unsqueeze(-1)
-    hidden = activation(w1 @ pairs, w3 @ pairs)
-    if fake_activations:
-        hidden = mxfp8.fake(hidden.squeeze(-1)).unsqueeze(-1)
-    return _combine(w2 @ hidden, weights, z)
+    gate, up = (w1 @ pairs).squeeze(-1), (w3 @ pairs).squeeze(-1)
+    if delta is not None:
+        tokens = torch.arange(len(z), device=z.device).repeat_interleave(ids.shape[1])
+        gate, up = delta.add_first(gate, up, z, tokens, ids.flatten())
+    hidden = activation(gate, up)
+    total = _combine(w2 @ (mxfp8.fake(hidden) if fake_activations else hidden).unsqueeze(-1), weights, z)
+    if delta is not None:
+        total = delta.add_second(total, hidden, weights.flatten(), tokens, ids.flatten())
+    return total.to(z.dtype)
 
 
 def grouped(
@@ -116,16 +125,25 @@ def grouped(
     *,
     activation: Activation,
     fake_activations: bool = False,
+    delta: ExpertDelta | None = None,
 ) -> Tensor:
     """`expert_product` expert by expert: pairs sorted by expert, each hit expert's weights read once."""
     order = torch.argsort(ids.flatten(), stable=True)
     place = torch.empty_like(order).index_copy_(0, order, torch.arange(len(order), device=order.device))
-    hit, counts = torch.unique_consecutive(ids.flatten()[order], return_counts=True)
+    sorted_ids = ids.flatten()[order]
+    hit, counts = torch.unique_consecutive(sorted_ids, return_counts=True)
     groups = list(zip(hit.tolist(), counts.tolist(), strict=True))
     pairs = _scatter(mxfp8.fake(z) if fake_activations else z, order, place, ids.shape[1])
-    hidden = activation(_linear(pairs, experts.w1, groups), _linear(pairs, experts.w3, groups))
+    gate, up = _linear(pairs, experts.w1, groups), _linear(pairs, experts.w3, groups)
+    if delta is not None:
+        tokens = order // ids.shape[1]
+        gate, up = delta.add_first(gate, up, z, tokens, sorted_ids)
+    hidden = activation(gate, up)
     out = _linear(mxfp8.fake(hidden) if fake_activations else hidden, experts.w2, groups)
-    return _combine(_scatter(out, place, order, 1), weights, z)
+    total = _combine(_scatter(out, place, order, 1), weights, z)
+    if delta is not None:
+        total = delta.add_second(total, hidden, weights.flatten()[order], tokens, sorted_ids)
+    return total.to(z.dtype)
 
 
 def everywhere(
@@ -136,15 +154,24 @@ def everywhere(
     *,
     activation: Activation,
     fake_activations: bool = False,
+    delta: ExpertDelta | None = None,
 ) -> Tensor:
     """`expert_product` for few and small experts: all of them work on all tokens, and each token picks its own."""
     every = torch.arange(_num_experts(experts), device=z.device)
     w1, w3, w2 = experts.take(every, z.dtype)
     rows = (mxfp8.fake(z) if fake_activations else z).expand(len(every), *z.shape)
-    hidden = activation(torch.bmm(rows, w1.mT), torch.bmm(rows, w3.mT))
+    gate, up = torch.bmm(rows, w1.mT), torch.bmm(rows, w3.mT)  # [E, T, F]
+    tokens = torch.arange(len(z), device=z.device).repeat_interleave(ids.shape[1])
+    pairs = ids.flatten(), tokens
+    if delta is not None:  # of the pairs that were picked; others are thrown away below
+        picked = delta.add_first(gate[pairs], up[pairs], z, tokens, ids.flatten())
+        gate, up = gate.index_put(pairs, picked[0]), up.index_put(pairs, picked[1])
+    hidden = activation(gate, up)
     out = torch.bmm(mxfp8.fake(hidden) if fake_activations else hidden, w2.mT)  # [E, T, M]
-    tokens = torch.arange(len(z), device=z.device).unsqueeze(1)
-    return _combine(out[ids, tokens], weights, z)
+    total = _combine(out[pairs], weights, z)
+    if delta is not None:
+        total = delta.add_second(total, hidden[pairs], weights.flatten(), tokens, ids.flatten())
+    return total.to(z.dtype)
 
 
 def _num_experts(experts: ExpertWeights) -> int:
@@ -158,9 +185,9 @@ def _is_small(ids: Tensor, experts: ExpertWeights) -> bool:
 
 
 def _combine(out: Tensor, weights: Tensor, z: Tensor) -> Tensor:
-    """Weighted sum over the experts of each token, in the accumulate dtype: out [T * A, M, ...] -> [T, M]."""
+    """Weighted sum over the experts of each token: out [T * A, M, ...] -> [T, M], in the accumulate dtype."""
     acc = acc_dtype(z.dtype)
-    return (out.view(*weights.shape, -1).to(acc) * weights.to(acc).unsqueeze(-1)).sum(1).to(z.dtype)
+    return (out.view(*weights.shape, -1).to(acc) * weights.to(acc).unsqueeze(-1)).sum(1)
 
 
 def _scatter(x: Tensor, order: Tensor, place: Tensor, copies: int) -> Tensor:
