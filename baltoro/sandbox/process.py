@@ -11,7 +11,8 @@ What it does not isolate, whichever is asked for:
 - sums: memory, processor time and file size are limited per process, so their sum is that times `num_processes`, and
   the folder may fill the disk with files of the permitted size;
 - sight of others: /proc still shows the machine's processes; abstract Unix sockets go with the network namespace;
-- in "limits" without root: the number of processes is not limited, and the network is yours.
+- in "limits" without root: the number of processes is not limited, the network is yours, and so is the environment of
+  your other processes, which /proc shows to their user (Landlock forbids that in "full").
 For code that means harm use a backend that puts a kernel or a virtual machine in between.
 """
 
