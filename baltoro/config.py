@@ -25,7 +25,7 @@ T = TypeVar("T")
 ENVIRONMENT = {
     "BALTORO_K3_DATA": "folder of the published config.json, index and tiktoken.model; tests on them skip without",
     "BALTORO_MODEL": "model folder that serve, chat and generate use when none is given",
-    "BALTORO_THREADS": "torch threads of an engine; default: 1 for models narrower than 1024, else the cores it may use",
+    "BALTORO_THREADS": "torch threads of an engine; default: 1 for models narrower than 1024, else its cores",
 }
 
 

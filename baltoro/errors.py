@@ -3,8 +3,8 @@
     BaltoroError                     status  retry
       UserError                      4xx     no         ConfigError, RequestError, ContextLengthError, WeightsError
       CapacityError                  429/503 later      QueueFull, PoolExhausted
-      PeerError                      502/503 elsewhere  WorkerLost
-      InvariantError                 500     no, stop   LeakError, ShapeError
+      PeerError                      502/503 elsewhere  WorkerLost, TransferError, SandboxError
+      InvariantError                 500     no, stop   LeakError, DigestMismatch, ShapeError
 
 Invariants: every error that reaches a user says what to do; an InvariantError stops the worker, with the audit.
 Not here: how an error looks in JSON (`server/`).
@@ -77,12 +77,28 @@ class WorkerLost(PeerError):
     status = 503
 
 
+class TransferError(PeerError):
+    """Bytes that were refused or did not come; `check` is the name of the check that says so."""
+
+    def __init__(self, message: str, *, check: str) -> None:
+        super().__init__(f"{check}: {message}")
+        self.check = check
+
+
+class SandboxError(PeerError):
+    """The sandbox itself failed or is not permitted here; a command that fails inside one is not an error."""
+
+
 class InvariantError(BaltoroError):
     """Our bug. The worker stops."""
 
 
 class LeakError(InvariantError):
     """Pages or slots do not add up; the message holds the difference."""
+
+
+class DigestMismatch(InvariantError):
+    """Bytes that are already in use are not those that were agreed on."""
 
 
 class ShapeError(InvariantError):

@@ -1,0 +1,1 @@
+"""Tasks, worlds and judges."""

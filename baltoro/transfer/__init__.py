@@ -1,0 +1,1 @@
+"""Named bytes between processes."""
