@@ -113,6 +113,10 @@ class Books(Protocol):
         """Whether the last `take` or `has_room` was refused only because of blocks that are held or pending."""
 
     @property
+    def pages_per_slot(self) -> int:
+        """Pages that a slot given back makes room for; 0 where the border stays."""
+
+    @property
     def num_moves(self) -> int:
         """Blocks moved so far. While it stays the same, physical ids stay right."""
 
@@ -143,6 +147,7 @@ class FixedBooks:
     """Pages first..first+num_pages-1 and slots 1..num_slots, side by side; virtual and physical ids are the same."""
 
     num_moves = 0
+    pages_per_slot = 0
 
     def __init__(self, first_page: int, num_pages: int, num_slots: int) -> None:
         self.pages = PageBook(first_page, num_pages)

@@ -31,6 +31,8 @@ class UnifiedBooks:
         self.shape = shape
         self.is_cramped = False
         self.num_moves = 0
+        page_bytes = shape.layout.page_bytes
+        self.pages_per_slot = shape.layout.slot_bytes // page_bytes if page_bytes else 0
         self._num_frozen = 0
         self._slots = Region("slot", shape.max_slots, base=0, step=1)
         self._pages = Region("page", shape.max_pages, base=shape.num_page_ids, step=-1)

@@ -32,26 +32,27 @@ class Memory:
         self.page_size = ledger.page_size
 
     # ---- room ----------------------------------------------------------------------------------------------------
-    def admit(self, request: Request, *, held: int, reserve: int) -> bool:
+    def admit(self, request: Request, *, held: int, slots_held: int, reserve: int) -> bool:
         """A slot, and pages for all tokens so far; what the cache has of them is found instead of computed. False,
-        with nothing taken, when there is no room. `held`: pages that requests hold; `reserve`: pages kept for them."""
+        with nothing taken, when there is no room. `held`, `slots_held`: pages and slots of requests;
+        `reserve`: pages kept for them."""
         if request.slot is not None or request.pages:
             raise InvariantError(f"request {request.name} is admitted but holds memory already")
         if self.cache is None:
-            return self._enter(request, Found(), held, reserve)
+            return self._enter(request, Found(), held, slots_held, reserve)
         found = self.cache.find(request)
-        if self._enter(request, found, held, reserve):
+        if self._enter(request, found, held, slots_held, reserve):
             return True
         self.cache.leave(found)
         if held or not found.depth or request.hold.backup is not None:
             return False
         # Nobody else holds anything: what is pinned for the hit itself is in the way. Without it there is always room.
-        return self._enter(request, self.cache.nothing(request), held, reserve)
+        return self._enter(request, self.cache.nothing(request), held, slots_held, reserve)
 
-    def _enter(self, request: Request, found: Found, held: int, reserve: int) -> bool:
+    def _enter(self, request: Request, found: Found, held: int, slots_held: int, reserve: int) -> bool:
         num_full = min(found.device_depth // self.page_size, len(found.pages))  # none where there is no KV
         wanted = pages_for(len(request.tokens), self.page_size) - num_full
-        if not self._can_have(wanted, held, reserve) or not self._make_room(wanted, 1):
+        if not self._can_have(wanted, held, slots_held, reserve) or not self._make_room(wanted, 1):
             return False
         self.books.pages.share(found.pages[:num_full])
         own = self.ledger.take_pages(wanted)
@@ -72,12 +73,12 @@ class Memory:
         request.pages.extend(self.ledger.take_pages(missing))
         return True
 
-    def fork(self, parent: Request, child: Request, *, held: int, reserve: int) -> bool:
+    def fork(self, parent: Request, child: Request, *, held: int, slots_held: int, reserve: int) -> bool:
         """Let `child` stand where `parent` stands: full pages shared, the rest copied. False if there is no room."""
         assert parent.slot is not None
         num_shared, rest = divmod(parent.num_planned, self.page_size)
         missing = pages_for(len(child.tokens), self.page_size) - num_shared
-        if not self._can_have(missing, held, reserve) or not self._make_room(missing, 1):
+        if not self._can_have(missing, held, slots_held, reserve) or not self._make_room(missing, 1):
             return False
         shared = parent.pages[:num_shared]
         self.books.pages.share(shared)
@@ -116,11 +117,14 @@ class Memory:
             self.cache.back_up(request)
         self.release(request)
 
-    def _can_have(self, num_pages: int, held: int, reserve: int) -> bool:
+    def _can_have(self, num_pages: int, held: int, slots_held: int, reserve: int) -> bool:
         """Whether `num_pages` and a reserve on top are free or could be taken from the cache, which holds at least what
         requests do not. (Only an estimate: taking may still fail, softly.)"""
-        pages = self.books.pages
-        return num_pages + reserve <= pages.num_free + max(0, pages.num_used - held)
+        if not held and not slots_held:
+            return True  # all there is can be had
+        pages, slots = self.books.pages, self.books.slots
+        cached = max(0, pages.num_used - held) + max(0, slots.num_used - slots_held) * self.books.pages_per_slot
+        return num_pages + reserve <= pages.num_free + cached
 
     def _make_room(self, num_pages: int, num_slots: int) -> bool:
         """Whether so many can be taken now, after the cache has given up what it must."""

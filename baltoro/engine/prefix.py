@@ -83,13 +83,15 @@ class PrefixCache:
         if self.tier is None or self.tier.third is None:
             return False
         if not self.is_loading(request) and request.hold.num_asks < MAX_ASKS:
-            request.hold.num_asks += 1
             self._spell(request)
             name, ids, last = request.namespace, request.hold.ids, self.grid.floor_endpoint(len(request.tokens) - 1)
             match = self.tree.match(name, ids, len(request.tokens) - 1)
             digests = self.tree.digests(name, ids, match.depth, last, parent=match.digest)
             num_known = (match.kv_depth - match.depth) // self.grid.endpoint
-            request.hold.loading = self.tier.prefetch(digests, num_known, has_states=self._has_states)
+            loading = self.tier.prefetch(digests, num_known, has_states=self._has_states)
+            is_landing = any(map(self.tier.third.is_landing, loading))
+            request.hold.num_asks += not is_landing  # what is being written lands: that wait ends by itself
+            request.hold.loading = loading
         return self.is_loading(request)
 
     def is_loading(self, request: Request) -> bool:

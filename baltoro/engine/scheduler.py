@@ -210,9 +210,14 @@ class Scheduler:
                 return
 
     def _room(self) -> dict[str, int]:
-        """Pages that requests hold, and those to keep back for them."""
+        """Pages and slots that requests hold, and pages to keep back for them."""
         held = sum(len(r.pages) for r in self.running) + sum(len(r.pages) for r in self._leaving)
-        return {"held": held, "reserve": self._headroom.reserve(self.running, self.memory.page_size)}
+        slots_held = len(self.running) + len(self._leaving)
+        return {
+            "held": held,
+            "slots_held": slots_held,
+            "reserve": self._headroom.reserve(self.running, self.memory.page_size),
+        }
 
     def _run(self, request: Request) -> None:
         self.adapters.enter(request, self.running)

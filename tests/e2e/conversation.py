@@ -75,6 +75,7 @@ def alone(
 NUM_TOKENS = 6
 """Of each answer."""
 HOST_TOKENS = 450
+BACKUP_TOKENS = 320
 """KV that the host holds in front of a disk; as many bytes are for states."""
 
 
@@ -203,7 +204,10 @@ def options_of(cell: Cell, name: str, dtype: torch.dtype, folder: Path) -> dict[
     if has_tier:
         shape = model_of(name, dtype).config
         row_bytes = len(shape.mla_layers) * shape.kv_row_width * dtype.itemsize
-        options["host_cache_bytes"] = 2 * row_bytes * (HOST_TOKENS if cell.cache == "disk" else 4096)
+        tokens = HOST_TOKENS if cell.cache == "disk" else 4096
+        if cell.retract == "host":
+            tokens += BACKUP_TOKENS  # what a backup takes, a prefix cannot have
+        options["host_cache_bytes"] = 2 * row_bytes * tokens
     if cell.cache == "disk":
         options |= {"disk_cache_dir": str(folder), "disk_cache_bytes": 2**24}
     return options
