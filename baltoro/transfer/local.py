@@ -18,6 +18,7 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
@@ -119,9 +120,16 @@ class LocalChannel:
         self._inbox.append(Frame(header, body, lambda: self._give_back(slot)))
 
     def _give_back(self, slot: int) -> None:
-        if slot != NO_BODY and self._socket is not None:
-            self._deadline = time.monotonic() + 10.0
-            self._send(HEAD.pack(FREE, 1, 0) + bytes([slot]))
+        """Tell the other end that its memory is free again. One that is gone needs it no more: the next get or put
+        says so, where somebody can act on it."""
+        if slot == NO_BODY or self._socket is None:
+            return
+        self._deadline = time.monotonic() + 10.0
+        with suppress(BrokenPipeError, ConnectionResetError):
+            try:
+                self._limited().sendall(HEAD.pack(FREE, 1, 0) + bytes([slot]))
+            except TimeoutError as error:
+                raise TransferError("the other end does not read", check="timeout") from error
 
     def _greet(self) -> None:
         """Map the other end's memory."""
