@@ -97,12 +97,15 @@ class DiskTier:
             self._lru.touch(digest)
 
     def put(self, record: TierRecord) -> bool:
-        """Also reported by landed(), as after put_later."""
+        """Also reported by landed(), as after put_later. A write that was on its way already and fails is no answer to
+        this wish: what stopped it may be over, so the record is then written by a job of its own."""
+        num_jobs = self._num_jobs
         if not self._accept(record, is_patient=True):
             return False
-        while record.digest in self._items and self.lookup(record.digest) is None:
+        is_own = self._num_jobs > num_jobs
+        while self.is_landing(record.digest):
             self._apply(self._next_done())
-        return self.lookup(record.digest) is not None
+        return self.lookup(record.digest) is not None or (not is_own and self.put(record))
 
     def get(self, digest: bytes) -> TierRecord | None:
         entry = self.lookup(digest)

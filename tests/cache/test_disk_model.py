@@ -123,6 +123,18 @@ TestDiskModel = DiskModel.TestCase
 TestDiskModel.settings = settings(max_examples=250, stateful_step_count=40, deadline=None)
 
 
+def test_a_wish_is_not_refused_for_the_failure_of_an_earlier_one() -> None:
+    model = DiskModel()
+    model.start(num_records=1, num_pending=1)
+    model.put(name=1, has_state=False, is_later=True)
+    model.files.is_failing = True
+    model.tier.step()
+    model.files.is_failing = False
+    assert model.tier.put(make_record(1, has_state=False))
+    assert model.tier.put(make_record(1))
+    assert [result.is_ok for result in model.tier.landed()] == [False, True, True]
+
+
 @pytest.mark.nightly
 def test_disk_tier_under_many_operations() -> None:
     from hypothesis.stateful import run_state_machine_as_test
