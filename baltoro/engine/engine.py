@@ -66,9 +66,7 @@ class Engine:
         self.pool, memory, host = build_memory(config, model, self.plan, dtype)
         self.adapters = AdapterBook(config.max_loras, max_loaded=config.max_loaded_loras)
         self.scheduler = Scheduler(config, memory, max_running=self.plan.max_running, adapters=self.adapters)
-        self.runner = Runner(
-            model, self.pool, config.device, host=host, has_thread=self.plan.is_overlapped, bank=self.bank
-        )
+        self.runner = Runner(model, self.pool, config.device, host=host, bank=self.bank)
         self.loop = Loop(self.scheduler, self.runner, is_overlapped=self.plan.is_overlapped)
         self._eos_ids = frozenset(eos_ids if eos_ids is not None else (model.config.eos_token_id,))
         self._stop_rules, self._masks = stop_rules, masks
@@ -173,8 +171,7 @@ class Engine:
         return self.loop.step()
 
     def close(self) -> None:
-        """Let go of the runner's thread; nothing may be stepped afterwards."""
-        self.runner.close()
+        """Let go of the tiers; nothing may be stepped afterwards."""
         self.scheduler.memory.close()
 
     def flush(self) -> None:

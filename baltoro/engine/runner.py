@@ -4,13 +4,13 @@ In: plans, in order. Out: one Ticket each, whose `wait` gives the Result. Writes
 what the layers write, then the copies that come behind them.
 Invariants: everything it needs is in the plan, but for sampled ids that never left the device: a plan made while
 another was in flight names them by their place among that one's draws. Plans run one after the other on one stream.
-With a thread of its own, `launch` returns at once; without one it returns when the step is done.
+`launch` returns when all is queued: on a GPU long before the step is done, on a CPU, which is host and device in one,
+when it is done. A thread for the CPU was tried: handing over and sharing the interpreter cost more than it hid.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate
 from typing import Protocol
 
@@ -71,7 +71,6 @@ class Runner:
         device: str | torch.device,
         *,
         host: HostStore | None = None,
-        has_thread: bool = False,
         bank: AdapterBank | None = None,
     ) -> None:
         self.model = model
@@ -81,26 +80,14 @@ class Runner:
         self.views = cache_views(pool)
         self._mover = Mover(pool, host)
         self._ids: Tensor | None = None  # drawn by the last plan issued
-        self._thread: ThreadPoolExecutor | None = None
-        if has_thread:  # torch counts threads per calling thread
-            threads = torch.get_num_threads()
-            self._thread = ThreadPoolExecutor(1, "runner", initializer=torch.set_num_threads, initargs=(threads,))
 
     def launch(self, plan: Plan) -> Ticket:
         """Start one step."""
-        if self._thread is None:
-            return _Done(self._issue(plan))
-        future = self._thread.submit(self._issue, plan)
-        return _Done(lambda: future.result()())
+        return _Done(self._issue(plan))
 
     def run(self, plan: Plan) -> Result:
         """One step, from beginning to end."""
         return self.launch(plan).wait()
-
-    def close(self) -> None:
-        """Wait for what is under way and let the thread go."""
-        if self._thread is not None:
-            self._thread.shutdown()
 
     @torch.inference_mode()
     def _issue(self, plan: Plan) -> Callable[[], Result]:
