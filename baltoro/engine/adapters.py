@@ -7,8 +7,9 @@ user has ended. A request keeps the version it was admitted with from its first 
 over to a newer one (`carry`).
 Invariants: every load is a new version, and the namespace of the prefix cache holds its content digest and its number,
 so no prefix of another version is ever found, and a namespace that was given before is refused; a running request's
-version stays in its slot; a slot changes hands only between plans, and what an earlier plan still reads was queued before; a version whose host copy is gone is refused
-although its slot may still hold it; a request that waits for a slot lets only those pass that need none.
+version stays in its slot; a slot changes hands only between plans, and what an earlier plan still reads was queued
+before; a version whose host copy is gone is refused although its slot may still hold it; a request that waits for a
+slot lets only those pass that need none.
 Single writer: the engine's thread. Source: spec/training.md B.2 (8, 9, 10, 12), G.
 """
 

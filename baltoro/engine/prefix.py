@@ -267,7 +267,7 @@ class PrefixCache:
         return had_any
 
     def move(self, request: Request, namespace: bytes) -> None:
-        """What `request` leaves behind from now on is found under `namespace` alone; it stands on nothing of the old."""
+        """What `request` leaves behind from now on is found under `namespace` alone, and nothing of the old is held."""
         self.shed(request)
         hold = request.hold
         hold.branch = hold.depth = hold.state_depth = hold.num_asks = 0

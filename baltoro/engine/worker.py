@@ -9,8 +9,11 @@ Not here: starting and watching the process (`cli`); stop rules and masks, which
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import shutil
 import signal
+import threading
 from collections.abc import Callable, Collection
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -102,6 +105,21 @@ def serve(address: str, build: Callable[[], Engine], *, publish: PublishOptions 
             publisher.start()
             stack.callback(publisher.close)
         worker.work()
+
+
+def end_with_parent(folder: Path | None = None) -> None:
+    """End this process, which multiprocessing started, when the one that started it is gone, even if that was killed
+    and this one is still loading. `folder`: of both, removed then."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def wait() -> None:
+        parent.join()
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+        os._exit(1)
+
+    threading.Thread(target=wait, name="parent-watch", daemon=True).start()
 
 
 class _Outbox:
@@ -211,8 +229,8 @@ class Worker:
             case Wake(call_id):
                 self._outbox.send(Ack(call_id=call_id, info=dict(self._engine.wake())))
             case Look(call_id):
-                look = asdict(pressure(self._engine.scheduler))
-                self._outbox.send(Ack(call_id=call_id, info={"pressure": look}))
+                look = {"pressure": asdict(pressure(self._engine.scheduler))}
+                self._outbox.send(Ack(call_id=call_id, info={**look, "adapters": self._engine.adapters.facts()}))
             case Query(call_id):
                 self._outbox.send(Ack(call_id=call_id, info=self._engine.stats()))
             case Shutdown(is_draining):

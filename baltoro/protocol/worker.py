@@ -87,7 +87,8 @@ class Wake(msgspec.Struct, frozen=True, tag="wake"):
 
 
 class Look(msgspec.Struct, frozen=True, tag="look"):
-    """Ask how full the engine is. Answered by Ack with `info` {pressure: the fields of `engine.pressure.Pressure`}."""
+    """Ask how full the engine is. Answered by Ack with `info` {pressure: the fields of `engine.pressure.Pressure`,
+    adapters: facts by name}."""
 
     call_id: str
 

@@ -237,7 +237,7 @@ def _packed_product(x: Tensor, weight: Packed, groups: list[tuple[int, int]], *,
 
 
 class _PackedLinear(torch.autograd.Function):
-    """MXFP4 weight, which has no gradient. Kept for backward are its own bytes; they are dequantised once more there."""
+    """MXFP4 weight, without a gradient. Kept for backward are its own bytes, which are dequantised once more there."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, packed: Tensor, scale: Tensor, groups: list[tuple[int, int]]) -> Tensor:
