@@ -51,7 +51,7 @@ def adapter(version: int, is_last: bool = False) -> Adapter:
 
 def make(**options: Any) -> Engine:
     defaults: dict[str, Any] = {"page_size": 16, "max_running": 6, "max_context": 200, "is_poisoned": True}
-    defaults |= {"hash_endpoint": 64, "max_loras": 2, "max_lora_rank": 4, "dtype": "float64"}
+    defaults |= {"hash_endpoint": 64, "track_interval": 64, "max_loras": 2, "max_lora_rank": 4, "dtype": "float64"}
     return Engine(copy.deepcopy(base()).merge(), EngineConfig(**(defaults | options)), eos_ids=())
 
 
@@ -154,7 +154,9 @@ def test_the_base_stays_where_no_slot_is_to_be_had() -> None:
     engine = make(max_loras=1)
     engine.load_adapter("other", adapter(5))
     add(engine, "base", PROMPT[:9], is_base=True)
-    engine.add(Submit(request_id="o", token_ids=PROMPT[:9], params=SamplingParams(max_tokens=NUM_TOKENS), adapter="other"))
+    engine.add(
+        Submit(request_id="o", token_ids=PROMPT[:9], params=SamplingParams(max_tokens=NUM_TOKENS), adapter="other")
+    )
     steps(engine, 3)
     publish(engine, 7, is_carrying=True)
     deltas = steps(engine)

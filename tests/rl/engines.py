@@ -7,8 +7,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from baltoro.engine.config import EngineConfig
 from baltoro.engine.engine import Engine, load_engine
 from baltoro.model.adapter import Adapter
@@ -24,7 +22,13 @@ from tests.model.adapters import random_adapter
 from tests.tiny import tiny_k3
 
 CONFIG = tiny_k3(
-    vision=None, media_token_id=None, num_layers=4, mla_layers=(3,), hidden_size=48, are_experts_packed=True, has_language_prefix=False
+    vision=None,
+    media_token_id=None,
+    num_layers=4,
+    mla_layers=(3,),
+    hidden_size=48,
+    are_experts_packed=True,
+    has_language_prefix=False,
 )
 RANK = 2
 PROMPT = (3, 1, 4, 1, 5, 9, 2, 6)
@@ -75,13 +79,13 @@ def ask(name: str, prompt: Sequence[int] = PROMPT, **params: Any) -> Submit:
 
 
 def finish(policy: EnginePolicy, *names: str, limit: int = 2000) -> dict[str, list[TokenDelta]]:
-    """Deltas of these requests up to their ends."""
+    """Deltas of these requests up to their ends; those of others come along."""
     found: dict[str, list[TokenDelta]] = {name: [] for name in names}
     for _ in range(limit):
-        if all(deltas and deltas[-1].finish_reason for deltas in found.values()):
+        if all(found[name] and found[name][-1].finish_reason for name in names):
             return found
         for delta in policy.poll(1.0):
-            found[delta.request_id].append(delta)
+            found.setdefault(delta.request_id, []).append(delta)
     raise AssertionError(f"not all ended: {found}")
 
 
@@ -113,5 +117,23 @@ class Here:
         return tokens(found)
 
 
-def use_one_thread() -> None:
-    torch.set_num_threads(1)
+def forgetful_main(*arguments: Any) -> None:
+    """An engine that keeps one namespace for all versions of a name: what a skipped cache flush is here."""
+    from baltoro.engine.adapters import AdapterVersion
+    from baltoro.llm import engine_main
+
+    AdapterVersion.namespace = property(lambda self: self.name)  # type: ignore[method-assign, assignment]
+    engine_main(*arguments)
+
+
+def broken_main(*arguments: Any) -> None:
+    """An engine with a bug of its own, found in the middle of a change of versions."""
+    from baltoro.engine.adapters import AdapterBook
+    from baltoro.errors import LeakError
+    from baltoro.llm import engine_main
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise LeakError("pages [7]: leaked")
+
+    AdapterBook.carry = fail  # type: ignore[method-assign, assignment]
+    engine_main(*arguments)

@@ -106,7 +106,7 @@ def running(policy: EnginePolicy, *names: str, **params: object) -> dict[str, li
 @pytest.mark.parametrize("mode", ["keep", "carry"])
 @pytest.mark.parametrize("overlap", [False, True])
 def test_an_update_aborts_nothing(folder: Path, here: Here, mode: str, overlap: bool) -> None:
-    """Kept: the old version to the end. Carried: from some token on the new one, which nobody else's prefix mixes with."""
+    """Kept: the old version to the end. Carried: from some token on the new one."""
     with start(folder, config=engine_config(overlap=overlap, max_loras=3), running=mode) as policy:
         policy.publish(1, tensors(1))
         begun = running(policy, "a", "bb")
@@ -228,7 +228,7 @@ def test_an_engine_that_is_killed_is_noticed_by_every_call(folder: Path) -> None
 
 
 def test_an_engine_that_cannot_start_says_why(tmp_path: Path) -> None:
-    with pytest.raises(WorkerLost, match="config.json"):
+    with pytest.raises(WorkerLost, match=r"config\.json"):
         start(tmp_path)
 
 
