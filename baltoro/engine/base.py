@@ -10,6 +10,7 @@ Limits: a CPU, so far: on a GPU every process has a copy of its own. While it is
 
 from __future__ import annotations
 
+import ctypes
 from pathlib import Path
 
 from baltoro.errors import ConfigError
@@ -29,6 +30,13 @@ def share_model(model: K3Model, path: str | Path) -> tuple[K3Model, SharedBase]:
     base = write_base(path, to_raws(in_memory_order(model.merge())))
     mapped = model_on(model.config, views_of(base.manifest, base.content), model.dtype)
     return mapped.merge(may_copy=False), base
+
+
+def trim_heap() -> None:
+    """Give freed heap pages back to the machine: glibc keeps them, and a model that was just replaced left many."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def base_facts(base: SharedBase) -> dict[str, object]:

@@ -19,7 +19,7 @@ import torch
 
 from baltoro.engine.adapters import AdapterBook, AdapterVersion, parse_modules
 from baltoro.engine.assemble import build_memory
-from baltoro.engine.base import base_facts, share_model
+from baltoro.engine.base import base_facts, share_model, trim_heap
 from baltoro.engine.config import EngineConfig
 from baltoro.engine.loop import Loop
 from baltoro.engine.media import media_runs
@@ -288,6 +288,7 @@ def load_engine(
         if config.base_path:
             model, base = share_model(model, config.base_path)
             undo.callback(base.remove)
+            trim_heap()
         engine = Engine(model, config, dtype=dtype, eos_ids=eos_ids, stop_rules=stop_rules, masks=masks, base=base)
         undo.pop_all()
     return engine

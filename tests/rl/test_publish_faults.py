@@ -17,7 +17,10 @@ import pytest
 import torch
 
 from baltoro.errors import TransferError, WorkerLost
-from baltoro.model.adapter import Adapter
+from baltoro.model.adapter import Adapter, SiteFactors
+from baltoro.model.context import train_context
+from baltoro.model.decoder import K3Model
+from baltoro.model.lora import add_adapters
 from baltoro.rl.engine_process import EnginePolicy
 from baltoro.transfer.channel import Channel
 from baltoro.transfer.manifest import Manifest, Raw, describe
@@ -258,28 +261,36 @@ def test_an_engine_that_dies_in_the_middle_says_so(folder: Path) -> None:
 
 
 def test_each_expert_arrives_as_itself(folder: Path) -> None:
-    """A fingerprint no digest can give: with factors for one expert alone, only tokens that pick it answer otherwise,
-    so two experts that were swapped before the manifest was made would show."""
-    sites = "model.layers.2.block_sparse_moe.experts."
-    logps = []
-    one_site = lambda site: site.module.startswith(sites)  # noqa: E731
-    full = random_adapter(CONFIG, 2, seed=1, std=0.3, wants=one_site)
+    """What no digest can see: experts that changed places before the manifest was made. With factors for one expert
+    alone the engine scores as this process does with the same expert, and otherwise with another."""
+    site = "model.layers.2.block_sparse_moe.experts.w1"
+    full = random_adapter(CONFIG, 2, seed=1, std=0.5, wants=lambda one: one.module.startswith(site[:-1]))
+    told, own = [], []
     with start(folder, expected=None) as policy:
-        base = policy.score(PROMPT, PROMPT)
-        for version, expert in enumerate((2, 5, 2), start=1):
-            only = {
-                module: type(one)(one.a, _only(one.b, expert) if "w2" not in module else torch.zeros_like(one.b), 1.0)
-                for module, one in full.factors.items()
-            }
-            policy.publish(version, to_raws(Adapter(full.settings, only).tensors(CONFIG)))
-            logps.append(policy.score(PROMPT, PROMPT))
-    assert logps[0] == logps[2] != logps[1] != base
+        model = policy.trainer_model()
+        bank = add_adapters(model, 1, 2)
+        for version, expert in enumerate((2, 5), start=1):
+            only = {m: SiteFactors(f.a, torch.zeros_like(f.b), f.scale) for m, f in full.factors.items()}
+            only[site].b[expert] = full.factors[site].b[expert]
+            one = Adapter(full.settings, only)
+            policy.publish(version, to_raws(one.tensors(CONFIG)))
+            bank.install(1, one)
+            told.append(policy.score(PROMPT, IDS))
+            own.append(scores_here(model, (*PROMPT, *IDS))[-len(IDS) :])
+    for n in range(2):
+        assert told[n] == pytest.approx(own[n], abs=1e-5)
+        assert told[n] != pytest.approx(own[1 - n], abs=1e-4)
 
 
-def _only(b: torch.Tensor, expert: int) -> torch.Tensor:
-    kept = torch.zeros_like(b)
-    kept[expert] = b[expert]
-    return kept
+IDS = tuple(range(20, 90))
+
+
+@torch.inference_mode()
+def scores_here(model: K3Model, ids: tuple[int, ...]) -> list[float]:
+    """Logprobs of ids 1.. by the trainer's own forward."""
+    logits = model(train_context(torch.tensor(ids), (len(ids),), adapters=(1,)))
+    picked: list[float] = torch.log_softmax(logits.double(), -1)[torch.arange(len(ids) - 1), ids[1:]].tolist()
+    return picked
 
 
 def test_the_page_lists_every_fault_with_its_check() -> None:
