@@ -23,10 +23,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
 import torch
 from torch import Tensor
 
+from baltoro.cache.arena import Arena
 from baltoro.errors import ConfigError
 
 ALIGNMENT = 64  # bytes; every part of a slot, and every slot, starts on a multiple
@@ -189,7 +191,8 @@ class UnifiedShape:
 class Pool:
     """The arena. Written by forwards through its views, and by the runner through the copies of a plan.
 
-    `arena`: uint8 [shape.total_bytes] that exists already (a file, shared memory).
+    `arena`: uint8 [shape.total_bytes] that exists already (a file, shared memory); without it `memory` owns the bytes,
+    which can then be given back for a while.
     """
 
     def __init__(
@@ -201,7 +204,8 @@ class Pool:
     ) -> None:
         self.shape = shape
         self.layout = shape.layout
-        self.arena = torch.empty(shape.total_bytes, dtype=torch.uint8, device=device) if arena is None else arena
+        self.memory = Arena(shape.total_bytes, device) if arena is None else None
+        self.arena = self.memory.bytes if self.memory is not None else cast(Tensor, arena)
         self._slots = self._blocks(shape.num_slot_ids, shape.layout.slot_bytes, shape.slots_base)
         self._pages = self._blocks(shape.num_page_ids, shape.layout.page_bytes, 0)
 

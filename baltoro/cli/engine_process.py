@@ -8,12 +8,10 @@ however that ends; Ctrl-C in the terminal is left to the server, which decides.
 from __future__ import annotations
 
 import multiprocessing
-import os
 import shutil
 import signal
 import sys
 import tempfile
-import threading
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -85,12 +83,12 @@ class EngineProcess:
 def engine_main(model_dir: str, config: EngineConfig, address: str, log_options: LogOptions) -> None:
     """The process. What `chat` makes of stop strings and grammars goes to an engine that speaks ids only."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    _end_with_parent()
     log_options.apply()
     from baltoro.chat.factories import Factories
     from baltoro.chat.tokenizer import Tokenizer
-    from baltoro.engine.worker import run_worker
+    from baltoro.engine.worker import end_with_parent, run_worker
 
+    end_with_parent()
     try:
         factories = Factories(Tokenizer.load(model_dir))
         run_worker(
@@ -103,15 +101,3 @@ def engine_main(model_dir: str, config: EngineConfig, address: str, log_options:
         )
     except UserError:
         sys.exit(1)  # the server was told why and says so; a traceback would only hide it
-
-
-def _end_with_parent() -> None:
-    """End this process when the one that started it is gone, even if that was killed."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-
-    def wait() -> None:
-        parent.join()
-        os._exit(1)
-
-    threading.Thread(target=wait, name="parent-watch", daemon=True).start()

@@ -45,6 +45,8 @@ class EngineConfig:
     max_loaded_loras  adapters kept in host memory; 0 is no limit. The longest unused is dropped and refused from then
                       on
     lora_modules      adapters to load at the start, NAME=PATH
+    base_path         write the base to this file (in /dev/shm, say) and work on the mapped bytes, which a trainer on
+                      this machine can map too; empty: keep it in this process
     max_logit_rows    rows whose logits one step may hold for prompt logprobs (each is vocab_size values)
     retract_every     debugging: take the memory of one running request every so many steps; 0 is off
     is_poisoned       debugging: fill memory that changes hands with NaN
@@ -75,6 +77,7 @@ class EngineConfig:
     lora_experts: bool = True
     max_loaded_loras: int = 0
     lora_modules: tuple[str, ...] = ()
+    base_path: str = ""
     max_logit_rows: int = 256
     dtype: str = "auto"
     device: str = "cpu"

@@ -54,10 +54,11 @@ class KDA(nn.Module):
         self._merged: Tensor | None = None
         self._conv_weight: Tensor | None = None
 
-    def merge(self) -> None:
+    def merge(self, *, may_copy: bool = True) -> None:
         """Prepare for inference: one product for all that reads x, one convolution weight."""
-        self._merged = merge_rows(self._readers)
-        self._conv_weight = self._join_conv().detach()
+        self._merged = merge_rows(self._readers, may_copy=may_copy)
+        joined = merge_rows([self.q_conv1d, self.k_conv1d, self.v_conv1d], may_copy=may_copy)
+        self._conv_weight = None if joined is None else joined.squeeze(1)
 
     def forward(self, x: Tensor, ctx: ForwardContext) -> Tensor:
         heads, rows = (-1, self.num_heads, self.head_dim), ctx.adapter_rows

@@ -56,9 +56,9 @@ class MLA(nn.Module):
         self.o_proj = Linear(heads * self.value, hidden, dtype=dtype, device=device)
         self._merged: Tensor | None = None
 
-    def merge(self) -> None:
+    def merge(self, *, may_copy: bool = True) -> None:
         """Prepare for inference: one product for all that reads x."""
-        self._merged = merge_rows(self._readers)
+        self._merged = merge_rows(self._readers, may_copy=may_copy)
 
     def forward(self, x: Tensor, ctx: ForwardContext) -> Tensor:
         adapters = ctx.adapter_rows

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from baltoro.kernels.lora.experts import ExpertDelta, ExpertFactors
 from baltoro.kernels.lora.rows import AdapterRows
 from baltoro.kernels.moe.experts import ExpertWeights, Packed
-from baltoro.kernels.precision import acc_dtype
+from baltoro.kernels.precision import acc_dtype, wide_linear
 from baltoro.model.config import K3Config
 from baltoro.model.context import ForwardContext
 from baltoro.model.linear import Factors, Linear, RMSNorm
@@ -43,8 +43,7 @@ class Router(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Logits [T, E] in the accumulate dtype."""
-        acc = acc_dtype(x.dtype)
-        return F.linear(x.to(acc), self.weight.to(acc))
+        return wide_linear(x, self.weight)
 
     def choose(self, logits: Tensor, ctx: ForwardContext) -> tuple[Tensor, Tensor]:
         """ids int64 [T, A] and weights [T, A] in the accumulate dtype."""
@@ -122,10 +121,10 @@ class MoE(nn.Module):
             self.shared_experts = MLP(config, intermediate, dtype=dtype, device=device)
         self._merged: Tensor | None = None
 
-    def merge(self) -> None:
+    def merge(self, *, may_copy: bool = True) -> None:
         """Prepare for inference: one product for all that reads x in x's dtype."""
         if readers := self._readers:
-            self._merged = merge_rows(readers)
+            self._merged = merge_rows(readers, may_copy=may_copy)
 
     def forward(self, x: Tensor, ctx: ForwardContext) -> Tensor:
         rows = ctx.adapter_rows
