@@ -11,7 +11,7 @@ Source: spec/k3.md section 2.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from io import FileIO
 from pathlib import Path
 from types import TracebackType
@@ -186,13 +186,18 @@ def dtype_word(dtype: torch.dtype) -> str:
     return word
 
 
-def _fill_all(params: Mapping[str, Tensor], config: K3Config, pairs: list[tuple[TensorSpec, Entry]]) -> None:
-    """Copy files into parameters, in the order in which they lie."""
-    check_params(params, config)
+def fill_params(params: Mapping[str, Tensor], pairs: Iterable[tuple[TensorSpec, Entry]]) -> None:
+    """Copy files into parameters, `params[spec.param]` each, in the order of `pairs` (see `WeightFiles.match`)."""
     with torch.no_grad(), TensorReader() as reader:
         for spec, entry in pairs:
             place = params[spec.param].detach()
             _fill(place if spec.index is None else place[spec.index], spec, entry, reader)
+
+
+def _fill_all(params: Mapping[str, Tensor], config: K3Config, pairs: list[tuple[TensorSpec, Entry]]) -> None:
+    """Fill all parameters of a model, once they are known to be those of its config."""
+    check_params(params, config)
+    fill_params(params, pairs)
 
 
 def _fill(place: Tensor, spec: TensorSpec, entry: Entry, reader: TensorReader) -> None:
