@@ -128,7 +128,8 @@ def compare(
     dumps: Annotated[list[Path], typer.Argument(metavar="A [A ...] B", help="Dumps. The last is B, the rest are A.")],
     rtol: Annotated[float | None, typer.Option(help="Largest relative L2 of a tensor.", min=0)] = None,
     times: Annotated[
-        float | None, typer.Option(help="So many noise floors. Default: 10 where a floor is known and no --rtol given.")
+        float | None,
+        typer.Option(help="So many noise floors. Default, without --rtol: 10, or 3 for a floor by rounding.", min=0),
     ] = None,
     floor: Annotated[
         Path | None, typer.Option(help="Dump of A made again otherwise; the floor is how far it is from A.")

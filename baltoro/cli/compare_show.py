@@ -66,6 +66,9 @@ def show(report: Report, a: View, b: View, *, is_whole: bool) -> None:
         console.print(f"{num_hidden:,} rows more; --all prints them")
     for complaint in report.complaints:
         console.print(f"[red]{escape(complaint)}[/red]", soft_wrap=True)
+    if report.num_vacuous:
+        advice = "their floor is too high to prove anything; dump both in float32, or give --rtol"
+        console.print(f"[yellow]{report.num_vacuous:,} limits are 0.5 or more: {advice}[/yellow]", soft_wrap=True)
     num_wrong = sum(not row.is_good for row in report.rows)
     if report.is_good:
         worst = max((row for row in report.rows if row.relative_l2 is not None), key=lambda row: row.relative_l2 or 0.0)
@@ -88,6 +91,7 @@ def write_json(path: Path, report: Report, a: View, b: View) -> None:
         "is_good": report.is_good,
         "first": None if report.first is None else report.first.name,
         "num_compared": report.num_compared,
+        "num_vacuous": report.num_vacuous,
         "complaints": list(report.complaints),
         "a": [_described(dump.folder, dump.manifest) for dump in a.dumps],
         "b": [_described(dump.folder, dump.manifest) for dump in b.dumps],

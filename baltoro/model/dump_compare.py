@@ -26,14 +26,16 @@ from baltoro.model.dump_layout import View
 
 Verdict = Literal["equal", "within", "above", "not finite", "shape", "empty", "only in A", "only in B", "ignored"]
 GOOD: frozenset[Verdict] = frozenset({"equal", "within", "ignored"})
-DEFAULT_TIMES = 10.0
+# floors that are permitted where nobody says how many, by what the second run did otherwise; None: a third dump
+DEFAULT_TIMES = {"order": 10.0, "rounding": 3.0, None: 10.0}
+VACUOUS = 0.5  # a limit from here on hides even a tensor that is half wrong
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
     """What is permitted: a relative L2 of `rtol`, and of `times` floors; both where both are given.
 
-    Without either: `DEFAULT_TIMES` floors where a floor is known, else equality.
+    Without either: `DEFAULT_TIMES` floors where one is known, else equality.
     """
 
     rtol: float | None = None
@@ -44,11 +46,11 @@ class Limits:
             if value is not None and not (math.isfinite(value) and value >= 0):
                 raise ConfigError(f"{name} is {value}; it must be a number that is not negative")
 
-    def limit(self, floor: float | None) -> float:
+    def limit(self, floor: float | None, default_times: float) -> float:
         """Largest relative L2 for a tensor. Errors: ConfigError if floors are asked for and unknown."""
         if self.times is not None and floor is None:
             raise ConfigError("there is no noise floor to multiply: dump A with --measure-floor, or give --floor C")
-        times = DEFAULT_TIMES if self.times is None and self.rtol is None else self.times
+        times = default_times if self.times is None and self.rtol is None else self.times
         found = [] if self.rtol is None else [self.rtol]
         if times is not None and floor is not None:
             found.append(times * floor)
@@ -89,6 +91,11 @@ class Report:
     def first(self) -> Row | None:
         """Where it begins."""
         return next((row for row in self.rows if not row.is_good), None)
+
+    @property
+    def num_vacuous(self) -> int:
+        """Tensors whose limit is so wide that passing says little."""
+        return sum(row.limit is not None and row.limit >= VACUOUS for row in self.rows)
 
     @property
     def num_compared(self) -> int:
@@ -147,7 +154,8 @@ def _row(name: str, a: View, b: View, limits: Limits, floor: View | None) -> Row
     if not (bool(mine.isfinite().all()) and bool(other.isfinite().all())):
         return Row(name, "not finite", shape)
     noise = _floor(name, mine, a, b, floor)
-    limit = limits.limit(noise)
+    kind = None if floor is not None else a.manifest.floor_kind or b.manifest.floor_kind
+    limit = limits.limit(noise, DEFAULT_TIMES[kind])
     relative, cosine, largest = difference(mine, other)
     verdict: Verdict = "equal" if largest == 0 else ("within" if relative <= limit else "above")
     is_zero = not bool(mine.any()) and not bool(other.any())

@@ -143,6 +143,8 @@ class TensorReader:
 
     def read(self, entry: Entry) -> Tensor:
         """One tensor as the file has it, in memory of its own."""
+        if not entry.num_bytes:
+            return torch.empty(entry.shape, dtype=TORCH_DTYPES[entry.dtype])
         buffer = np.empty(entry.num_bytes, dtype=np.uint8)
         self.read_into(entry, buffer.data)
         return torch.from_numpy(buffer).view(TORCH_DTYPES[entry.dtype]).view(entry.shape)
