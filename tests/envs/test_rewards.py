@@ -72,8 +72,9 @@ def test_hostile_text_is_read_and_never_evaluated() -> None:
     "text",
     [
         "**42**", "$42$", "42.", "42!", "(42)", "`42`", "Answer:42", "+42", "7 + 35 = 42", "7 × 6 = 42", "6×7→42",
-        "_42_", "答案是42。", "é42", r"\boxed{42}", r"\boxed{\text{it is }42}", r"\boxed{ 42. }", r"\(42\)", "042", "42.00",
-        "...42...", "It is 42 ✅️", "42\n", "1 -- 42", r"a \boxed{7} b \boxed{42}", "41 - no, it is 42", "42 @ home",
+        "_42_", "答案是42。", "é42", r"\boxed{42}", r"\boxed{\text{it is }42}", r"\boxed{ 42. }", r"\(42\)", "042",
+        "42.00", "...42...", "It is 42 ✅️", "42\n", "1 -- 42", r"a \boxed{7} b \boxed{42}", "41 - no, it is 42",
+        "42 @ home",
     ],
 )  # fmt: skip
 def test_honest_ways_to_write_an_answer_are_read(text: str) -> None:
