@@ -23,6 +23,7 @@ VERBS = {
     "sizes": "Parameters, bytes per token and per request, what fits into memory.",
     "convert": "Rewrite a checkpoint: quantise, dequantise, reshard.",
     "explain": "Which kernel runs where, and why.",
+    "compare": "What two builds or layouts compute, tensor by tensor, and where they part.",
     "bench": "Measure.",
     "cache-trace": "Replay a request trace against the memory, without a model.",
 }

@@ -49,6 +49,10 @@ class Decoder(nn.Module):
         stream = Stream(embeddings)
         for layer in self.layers[: self.num_layers]:
             stream = layer(stream, ctx)
+        return self.leave(stream, ctx)
+
+    def leave(self, stream: Stream, ctx: ForwardContext) -> Tensor:
+        """[T, D]: what the last layer's stream hands to the final norm."""
         if self.has_attn_res:
             query = depth_query(self.output_attn_res_norm, self.output_attn_res_proj)
             return mix(stream, query, self.output_attn_res_norm.eps, ctx)
