@@ -24,7 +24,7 @@ from baltoro.kernels.kda import decode as kda_decode
 from baltoro.kernels.kda import reference as kda
 from baltoro.kernels.lora import reference as lora
 from baltoro.kernels.mla import decode as mla_decode
-from baltoro.kernels.mla import padded
+from baltoro.kernels.mla import padded, split_decode
 from baltoro.kernels.mla import reference as mla
 from baltoro.kernels.moe import device_grouped, experts
 from baltoro.kernels.moe import reference as moe
@@ -88,6 +88,7 @@ LORA = "plain torch, one group of rows per adapter; the only implementation so f
 FLA = "flash-linear-attention's chunk kernels, forward and backward, for bf16; other dtypes take the reference"
 PADDED = "the framework's fused attention on padded groups of like length; spans with a past take the reference"
 IN_PLACE = "gathered states advance in place, without copies between"
+SPLIT = "Triton: keys in splits that fill the card, merged by log-sum-exp; float64 takes the reference"
 BY_REQUEST = "each request over its own rows, in cache; nothing is padded to the longest"
 GROUPED = "grouped matrix products, no word to the host, for bf16 dense experts; packed ones take the reference"
 
@@ -95,6 +96,11 @@ GROUPED = "grouped matrix products, no word to the host, for bf16 dense experts;
 def is_hopper(here: Machine) -> bool:
     """Grouped matrix products of the framework need compute capability 9.0."""
     return here.capability is not None and here.capability >= (9, 0)
+
+
+def has_triton(here: Machine) -> bool:
+    """Whether there is a device and a compiler for kernels in Triton."""
+    return here.has_triton and here.capability is not None
 
 
 # First fitting row wins. The reference row of an operation is its last.
@@ -112,6 +118,7 @@ TABLE: tuple[Row, ...] = (
     Row("mla_attend", ANY, "padded", padded.attend, PADDED),
     Row("mla_attend", ANY, "reference", mla.attend, PLAIN),
     Row("mla_attend_absorbed", ("cpu",), "decode", mla_decode.attend_absorbed, BY_REQUEST),
+    Row("mla_attend_absorbed", ("cuda",), "split", split_decode.attend_absorbed, SPLIT, has_triton),
     Row("mla_attend_absorbed", ANY, "reference", mla.attend_absorbed, PLAIN),
     Row("attnres_mix", ANY, "reference", attnres.mix, PLAIN),
     Row("route", ANY, "reference", moe.route, PLAIN),
