@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from baltoro.errors import InvariantError
+from baltoro.kernels.attnres import fast as attnres_fast
 from baltoro.kernels.attnres import reference as attnres
 from baltoro.kernels.conv import reference as conv
 from baltoro.kernels.device import Machine, machine
@@ -89,6 +90,7 @@ FLA = "flash-linear-attention's chunk kernels, forward and backward, for bf16; o
 PADDED = "the framework's fused attention on padded groups of like length; spans with a past take the reference"
 IN_PLACE = "gathered states advance in place, without copies between"
 SPLIT = "Triton: keys in splits that fill the card, merged by log-sum-exp; float64 takes the reference"
+ONE_LAUNCH = "Triton: one launch; under autograd and in float64 the reference"
 BY_REQUEST = "each request over its own rows, in cache; nothing is padded to the longest"
 GROUPED = "grouped matrix products, no word to the host, for bf16 dense experts; packed ones take the reference"
 
@@ -120,6 +122,7 @@ TABLE: tuple[Row, ...] = (
     Row("mla_attend_absorbed", ("cpu",), "decode", mla_decode.attend_absorbed, BY_REQUEST),
     Row("mla_attend_absorbed", ("cuda",), "split", split_decode.attend_absorbed, SPLIT, has_triton),
     Row("mla_attend_absorbed", ANY, "reference", mla.attend_absorbed, PLAIN),
+    Row("attnres_mix", ("cuda",), "one launch", attnres_fast.mix, ONE_LAUNCH, has_triton),
     Row("attnres_mix", ANY, "reference", attnres.mix, PLAIN),
     Row("route", ANY, "reference", moe.route, PLAIN),
     Row("situ_glu", ANY, "reference", moe.situ_glu, PLAIN),

@@ -19,7 +19,7 @@ from baltoro.kernels.mla import reference
 
 MAX_WINDOW = 8
 KEYS = 64
-"""Keys of one tile."""
+"""Keys of one tile in a 16-bit dtype; half of them in FP32, which shared memory holds."""
 MAX_SPLITS = 256
 MIN_TILES = 2
 """Tiles that are worth a split of their own: below, the merge costs more than it saves."""
@@ -96,8 +96,8 @@ def _launch(
         q.stride(0), q.stride(1), kv.stride(0), kv.stride(1), table.stride(0),
         heads, rows, window, kv.shape[1],
         R=latent, D=shared, BLOCK_R=max(16, block_r), BLOCK_D=max(16, triton.next_power_of_2(shared)),
-        ROWS=block, KEYS=KEYS, SPLITS=splits, INTERP=q.device.type == "cpu",
-        num_warps=4 if block == 16 else 8, num_stages=2 if block < 64 else 1,
+        ROWS=block, KEYS=KEYS if q.dtype.itemsize == 2 else KEYS // 2, SPLITS=splits, INTERP=q.device.type == "cpu",
+        num_warps=4 if block == 16 else 8, num_stages=2 if block < 64 and q.dtype.itemsize == 2 else 1,
     )  # fmt: skip
     if splits == 1:
         return parts.view(num, rows, latent), sums.view(num, rows)
