@@ -30,9 +30,14 @@ from baltoro.kernels.mla import reference as mla
 from baltoro.kernels.moe import device_grouped, experts
 from baltoro.kernels.moe import reference as moe
 from baltoro.kernels.norm import reference as norm
+from baltoro.kernels.paged import fast as paged_fast
+from baltoro.kernels.paged import reference as paged
+from baltoro.kernels.sample import fast as sample_fast
+from baltoro.kernels.sample import reference as sample
 
 One = Callable[..., Tensor]
 Two = Callable[..., tuple[Tensor, Tensor]]
+Act = Callable[..., None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +63,9 @@ class Kernels:
     lora_delta: One  # lora.reference.add_delta
     lora_absorbed_query: One  # lora.reference.add_absorbed_query
     lora_absorbed_value: One  # lora.reference.add_absorbed_value
+    copy_blocks: Act  # paged.reference.copy_blocks
+    scatter_rows: Act  # paged.reference.scatter_rows
+    sample: One  # sample.reference.sample
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +99,10 @@ PADDED = "the framework's fused attention on padded groups of like length; spans
 IN_PLACE = "gathered states advance in place, without copies between"
 SPLIT = "Triton: keys in splits that fill the card, merged by log-sum-exp; float64 takes the reference"
 ONE_LAUNCH = "Triton: one launch; under autograd and in float64 the reference"
+COPIES = "Triton: a batch in one launch, nothing in between"
+PLAIN_COPIES = "plain torch: gather, then scatter"
+DRAW = "Triton: borders bit by bit, no sort, no word to the host; float64 takes the reference"
+PLAIN_DRAW = "plain torch: looks at the likeliest first"
 BY_REQUEST = "each request over its own rows, in cache; nothing is padded to the longest"
 GROUPED = "grouped matrix products, no word to the host, for bf16 dense experts; packed ones take the reference"
 
@@ -133,6 +145,12 @@ TABLE: tuple[Row, ...] = (
     Row("lora_delta", ANY, "reference", lora.add_delta, LORA),
     Row("lora_absorbed_query", ANY, "reference", lora.add_absorbed_query, LORA),
     Row("lora_absorbed_value", ANY, "reference", lora.add_absorbed_value, LORA),
+    Row("copy_blocks", ("cuda",), "one launch", paged_fast.copy_blocks, COPIES, has_triton),
+    Row("copy_blocks", ANY, "reference", paged.copy_blocks, PLAIN_COPIES),
+    Row("scatter_rows", ("cuda",), "one launch", paged_fast.scatter_rows, COPIES, has_triton),
+    Row("scatter_rows", ANY, "reference", paged.scatter_rows, PLAIN_COPIES),
+    Row("sample", ("cuda",), "one launch", sample_fast.sample, DRAW, has_triton),
+    Row("sample", ANY, "reference", sample.sample, PLAIN_DRAW),
 )
 
 
