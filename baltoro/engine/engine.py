@@ -16,9 +16,11 @@ from pathlib import Path
 import msgspec
 import torch
 
+from baltoro.cache.pages import pages_for
 from baltoro.engine.adapters import AdapterBook, AdapterVersion, parse_modules
 from baltoro.engine.assemble import build_memory
 from baltoro.engine.config import EngineConfig
+from baltoro.engine.graphs import CudaBackend, Report
 from baltoro.engine.loop import Loop
 from baltoro.engine.media import media_runs
 from baltoro.engine.numbers import engine_numbers
@@ -55,8 +57,10 @@ class Engine:
         eos_ids: Collection[int] | None = None,
         stop_rules: StopRules | None = None,
         masks: Masks | None = None,
+        report: Report | None = None,
     ) -> None:
-        """`dtype`: of the activations, default as the config resolves it. `eos_ids`: default the model config's."""
+        """`dtype`: of the activations, default as the config resolves it. `eos_ids`: default the model config's.
+        `report`: told how many CUDA graphs are captured, of how many."""
         self.config = config
         self.model_config = model.config
         self.dtype = dtype = dtype or resolve_dtype(config)
@@ -69,6 +73,10 @@ class Engine:
         self.runner = Runner(
             model, self.pool, config.device, host=host, has_thread=self.plan.is_overlapped, bank=self.bank
         )
+        if config.graph_batch:
+            largest = min(config.graph_batch, self.plan.max_running)
+            most = pages_for(self.plan.max_context, config.page_size)
+            self.runner.capture(largest, most, CudaBackend(), report)
         self.loop = Loop(self.scheduler, self.runner, is_overlapped=self.plan.is_overlapped)
         self._eos_ids = frozenset(eos_ids if eos_ids is not None else (model.config.eos_token_id,))
         self._stop_rules, self._masks = stop_rules, masks
@@ -224,10 +232,11 @@ def load_engine(
     eos_ids: Collection[int] | None = None,
     stop_rules: StopRules | None = None,
     masks: Masks | None = None,
+    report: Report | None = None,
 ) -> Engine:
     """An engine on the model of a folder. Errors: ConfigError, WeightsError."""
     from baltoro.model.weights import load_model
 
     dtype = resolve_dtype(config)
     model = load_model(model_dir, dtype=dtype, device=config.device).merge()
-    return Engine(model, config, dtype=dtype, eos_ids=eos_ids, stop_rules=stop_rules, masks=masks)
+    return Engine(model, config, dtype=dtype, eos_ids=eos_ids, stop_rules=stop_rules, masks=masks, report=report)

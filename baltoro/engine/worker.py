@@ -23,6 +23,7 @@ import zmq
 from baltoro.engine.adapters import AdapterVersion
 from baltoro.engine.config import EngineConfig
 from baltoro.engine.engine import Engine, Masks, StopRules, load_engine
+from baltoro.engine.graphs import Report
 from baltoro.engine.threads import set_threads
 from baltoro.errors import BaltoroError, CapacityError, InvariantError, UserError
 from baltoro.model.adapter import adapter_from_bytes
@@ -58,6 +59,7 @@ def run_worker(
     eos_ids: Collection[int] | None = None,
     stop_rules: StopRules | None = None,
     masks: Masks | None = None,
+    report: Report | None = None,
 ) -> None:
     """Load the model and serve on `address` until told to leave, or until the parent process is gone.
 
@@ -66,7 +68,7 @@ def run_worker(
 
     def build() -> Engine:
         set_threads(model_dir)
-        return load_engine(model_dir, config, eos_ids=eos_ids, stop_rules=stop_rules, masks=masks)
+        return load_engine(model_dir, config, eos_ids=eos_ids, stop_rules=stop_rules, masks=masks, report=report)
 
     serve(address, build)
 

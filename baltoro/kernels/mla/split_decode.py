@@ -72,7 +72,7 @@ def attend_window(
     seen = (lengths.unsqueeze(1) - before).clamp_min(0).flatten()
     table = page_table.repeat_interleave(window, 0)
     out, lse = reference.attend_absorbed(q.flatten(0, 1), kv, table, seen, latent=latent, scale=scale)
-    return out.unflatten(0, (-1, window)), lse.unflatten(0, (-1, window))
+    return out.view(-1, window, *out.shape[1:]), lse.view(-1, window, *lse.shape[1:])
 
 
 def _launch(
