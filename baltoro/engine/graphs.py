@@ -104,7 +104,7 @@ class DecodeGraphs:
         return next(size for size in self.sizes if size >= len(spans))
 
     def run(self, plan: Plan, tokens: Tensor, size: int) -> Tensor:
-        """Logits [N, X] of the plan's N decodes; tokens int64 [N] on the device. Writes the arena, as a forward does."""
+        """Logits [N, X] of the plan's N decodes; tokens int64 [N] on the device. Writes the arena."""
         self._fill(plan.spans, tokens)
         return self._steps[size]()[: len(plan.spans)]
 
