@@ -12,10 +12,14 @@ import shutil
 import signal
 import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
+
+from rich.console import Console
+from rich.progress import Progress
 
 from baltoro.errors import UserError
 from baltoro.observe import setup_logging
@@ -98,6 +102,22 @@ def engine_main(model_dir: str, config: EngineConfig, address: str, log_options:
             eos_ids=factories.eos_ids,
             stop_rules=factories.stop_rule,
             masks=factories.mask,
+            report=capture_bar(),
         )
     except UserError:
         sys.exit(1)  # the server was told why and says so; a traceback would only hide it
+
+
+def capture_bar() -> Callable[[int, int], None]:
+    """A bar on stderr that is there while CUDA graphs are captured."""
+    bar = Progress(console=Console(stderr=True), transient=True)
+    task = bar.add_task("capturing graphs")
+
+    def report(done: int, total: int) -> None:
+        if done == 1:
+            bar.start()
+        bar.update(task, completed=done, total=total)
+        if done == total:
+            bar.stop()
+
+    return report

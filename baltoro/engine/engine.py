@@ -17,10 +17,12 @@ from pathlib import Path
 import msgspec
 import torch
 
+from baltoro.cache.pages import pages_for
 from baltoro.engine.adapters import AdapterBook, AdapterVersion, parse_modules
 from baltoro.engine.assemble import build_memory
 from baltoro.engine.base import base_facts, share_model, trim_heap
 from baltoro.engine.config import EngineConfig
+from baltoro.engine.graphs import CudaBackend, Report
 from baltoro.engine.loop import Loop
 from baltoro.engine.media import media_runs
 from baltoro.engine.numbers import engine_numbers
@@ -60,9 +62,11 @@ class Engine:
         stop_rules: StopRules | None = None,
         masks: Masks | None = None,
         base: SharedBase | None = None,
+        report: Report | None = None,
     ) -> None:
         """`dtype`: of the activations, default as the config resolves it. `eos_ids`: default the model config's.
-        `base`: what the model is mapped from, if it is; its files go with the engine."""
+        `base`: what the model is mapped from, if it is; its files go with the engine. `report`: told how many CUDA
+        graphs are captured, of how many."""
         self.config = config
         self.base = base
         self.model_config = model.config
@@ -74,6 +78,10 @@ class Engine:
         self.adapters = AdapterBook(config.max_loras, max_loaded=config.max_loaded_loras)
         self.scheduler = Scheduler(config, memory, max_running=self.plan.max_running, adapters=self.adapters)
         self.runner = Runner(model, self.pool, config.device, host=host, bank=self.bank)
+        if config.graph_batch:
+            largest = min(config.graph_batch, self.plan.max_running)
+            most = pages_for(self.plan.max_context, config.page_size)
+            self.runner.capture(largest, most, CudaBackend(), report)
         self.loop = Loop(self.scheduler, self.runner, is_overlapped=self.plan.is_overlapped)
         self._eos_ids = frozenset(eos_ids if eos_ids is not None else (model.config.eos_token_id,))
         self._stop_rules, self._masks = stop_rules, masks
@@ -275,6 +283,7 @@ def load_engine(
     eos_ids: Collection[int] | None = None,
     stop_rules: StopRules | None = None,
     masks: Masks | None = None,
+    report: Report | None = None,
 ) -> Engine:
     """An engine on the model of a folder. Errors: ConfigError, WeightsError."""
     from baltoro.model.weights import load_model
@@ -286,6 +295,8 @@ def load_engine(
             model, base = share_model(model, config.base_path)
             undo.callback(base.remove)
             trim_heap()
-        engine = Engine(model, config, dtype=dtype, eos_ids=eos_ids, stop_rules=stop_rules, masks=masks, base=base)
+        engine = Engine(
+            model, config, dtype=dtype, eos_ids=eos_ids, stop_rules=stop_rules, masks=masks, base=base, report=report
+        )
         undo.pop_all()
     return engine

@@ -22,6 +22,7 @@ from baltoro.cache.host_store import HostStore
 from baltoro.cache.pool import Pool
 from baltoro.engine import sampler
 from baltoro.engine.batch import Plan, Result, Scored, Span, num_pages
+from baltoro.engine.graphs import Backend, DecodeGraphs, Report
 from baltoro.engine.media import build_media
 from baltoro.engine.moves import Mover
 from baltoro.kernels.precision import acc_dtype
@@ -74,6 +75,7 @@ class Runner:
         bank: AdapterBank | None = None,
     ) -> None:
         self.model = model
+        self.graphs: DecodeGraphs | None = None
         self._bank = bank
         self.pool = pool
         self.device = torch.device(device)
@@ -99,7 +101,7 @@ class Runner:
         rows, targets = _logit_rows(plan.spans)
         if not plan.spans:
             return lambda: Result(())
-        logits = self.model(self.context(plan, rows + targets))
+        logits = self._forward(plan, rows + targets)
         self._mover.move(plan.after)
         logits = logits.to(acc_dtype(logits.dtype))
         draws = [span.draw for span in plan.spans if span.draw is not None]
@@ -124,6 +126,26 @@ class Runner:
             return Result(found, [Scored(*score.lists()) for score in scores])
 
         return finish
+
+    def capture(self, max_batch: int, max_pages: int, backend: Backend, report: Report | None = None) -> None:
+        """From now on plans of at most `max_batch` decodes, and of `max_pages` pages each, replay captured steps."""
+        self.graphs = DecodeGraphs(
+            self.model,
+            self.views,
+            page_size=self.pool.layout.page_size,
+            max_pages=max_pages,
+            max_batch=max_batch,
+            device=self.device,
+            backend=backend,
+            report=report,
+        )
+
+    def _forward(self, plan: Plan, rows: list[int]) -> Tensor:
+        """Logits of the rows wanted: a replay where a graph fits, else a forward."""
+        size = None if self.graphs is None else self.graphs.size_for(plan)
+        if self.graphs is None or size is None:
+            return self.model(self.context(plan, rows))
+        return self.graphs.run(plan, self._tokens(plan.spans), size)
 
     def context(self, plan: Plan, logit_rows: list[int]) -> ForwardContext:
         """What the model is told about the step."""

@@ -28,6 +28,7 @@ from baltoro.engine.adapters import AdapterVersion
 from baltoro.engine.config import EngineConfig
 from baltoro.engine.engine import Engine, Masks, StopRules, load_engine
 from baltoro.engine.gate import Gate
+from baltoro.engine.graphs import Report
 from baltoro.engine.pressure import pressure
 from baltoro.engine.publish import Publisher, PublishOptions
 from baltoro.engine.threads import set_threads
@@ -69,6 +70,7 @@ def run_worker(
     stop_rules: StopRules | None = None,
     masks: Masks | None = None,
     publish: PublishOptions | None = None,
+    report: Report | None = None,
 ) -> None:
     """Load the model and serve on `address` until told to leave, or until the parent process is gone. `publish`: take
     new versions of an adapter from a channel meanwhile.
@@ -78,7 +80,7 @@ def run_worker(
 
     def build() -> Engine:
         set_threads(model_dir)
-        return load_engine(model_dir, config, eos_ids=eos_ids, stop_rules=stop_rules, masks=masks)
+        return load_engine(model_dir, config, eos_ids=eos_ids, stop_rules=stop_rules, masks=masks, report=report)
 
     serve(address, build, publish=publish)
 

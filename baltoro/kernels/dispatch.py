@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from baltoro.errors import InvariantError
+from baltoro.kernels.attnres import fast as attnres_fast
 from baltoro.kernels.attnres import reference as attnres
 from baltoro.kernels.conv import reference as conv
 from baltoro.kernels.device import Machine, machine
@@ -24,14 +25,19 @@ from baltoro.kernels.kda import decode as kda_decode
 from baltoro.kernels.kda import reference as kda
 from baltoro.kernels.lora import reference as lora
 from baltoro.kernels.mla import decode as mla_decode
-from baltoro.kernels.mla import padded
+from baltoro.kernels.mla import padded, split_decode
 from baltoro.kernels.mla import reference as mla
 from baltoro.kernels.moe import device_grouped, experts
 from baltoro.kernels.moe import reference as moe
 from baltoro.kernels.norm import reference as norm
+from baltoro.kernels.paged import fast as paged_fast
+from baltoro.kernels.paged import reference as paged
+from baltoro.kernels.sample import fast as sample_fast
+from baltoro.kernels.sample import reference as sample
 
 One = Callable[..., Tensor]
 Two = Callable[..., tuple[Tensor, Tensor]]
+Act = Callable[..., None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +63,9 @@ class Kernels:
     lora_delta: One  # lora.reference.add_delta
     lora_absorbed_query: One  # lora.reference.add_absorbed_query
     lora_absorbed_value: One  # lora.reference.add_absorbed_value
+    copy_blocks: Act  # paged.reference.copy_blocks
+    scatter_rows: Act  # paged.reference.scatter_rows
+    sample: One  # sample.reference.sample
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +97,12 @@ LORA = "plain torch, one group of rows per adapter; the only implementation so f
 FLA = "flash-linear-attention's chunk kernels, forward and backward, for bf16; other dtypes take the reference"
 PADDED = "the framework's fused attention on padded groups of like length; spans with a past take the reference"
 IN_PLACE = "gathered states advance in place, without copies between"
+SPLIT = "Triton: keys in splits that fill the card, merged by log-sum-exp; float64 takes the reference"
+ONE_LAUNCH = "Triton: one launch; under autograd and in float64 the reference"
+COPIES = "Triton: a batch in one launch, nothing in between"
+PLAIN_COPIES = "plain torch: gather, then scatter"
+DRAW = "Triton: borders bit by bit, no sort, no word to the host; float64 takes the reference"
+PLAIN_DRAW = "plain torch: looks at the likeliest first"
 BY_REQUEST = "each request over its own rows, in cache; nothing is padded to the longest"
 GROUPED = "grouped matrix products, no word to the host, for bf16 dense experts; packed ones take the reference"
 
@@ -95,6 +110,11 @@ GROUPED = "grouped matrix products, no word to the host, for bf16 dense experts;
 def is_hopper(here: Machine) -> bool:
     """Grouped matrix products of the framework need compute capability 9.0."""
     return here.capability is not None and here.capability >= (9, 0)
+
+
+def has_triton(here: Machine) -> bool:
+    """Whether there is a device and a compiler for kernels in Triton."""
+    return here.has_triton and here.capability is not None
 
 
 # First fitting row wins. The reference row of an operation is its last.
@@ -112,7 +132,9 @@ TABLE: tuple[Row, ...] = (
     Row("mla_attend", ANY, "padded", padded.attend, PADDED),
     Row("mla_attend", ANY, "reference", mla.attend, PLAIN),
     Row("mla_attend_absorbed", ("cpu",), "decode", mla_decode.attend_absorbed, BY_REQUEST),
+    Row("mla_attend_absorbed", ("cuda",), "split", split_decode.attend_absorbed, SPLIT, has_triton),
     Row("mla_attend_absorbed", ANY, "reference", mla.attend_absorbed, PLAIN),
+    Row("attnres_mix", ("cuda",), "one launch", attnres_fast.mix, ONE_LAUNCH, has_triton),
     Row("attnres_mix", ANY, "reference", attnres.mix, PLAIN),
     Row("route", ANY, "reference", moe.route, PLAIN),
     Row("situ_glu", ANY, "reference", moe.situ_glu, PLAIN),
@@ -123,6 +145,12 @@ TABLE: tuple[Row, ...] = (
     Row("lora_delta", ANY, "reference", lora.add_delta, LORA),
     Row("lora_absorbed_query", ANY, "reference", lora.add_absorbed_query, LORA),
     Row("lora_absorbed_value", ANY, "reference", lora.add_absorbed_value, LORA),
+    Row("copy_blocks", ("cuda",), "one launch", paged_fast.copy_blocks, COPIES, has_triton),
+    Row("copy_blocks", ANY, "reference", paged.copy_blocks, PLAIN_COPIES),
+    Row("scatter_rows", ("cuda",), "one launch", paged_fast.scatter_rows, COPIES, has_triton),
+    Row("scatter_rows", ANY, "reference", paged.scatter_rows, PLAIN_COPIES),
+    Row("sample", ("cuda",), "one launch", sample_fast.sample, DRAW, has_triton),
+    Row("sample", ANY, "reference", sample.sample, PLAIN_DRAW),
 )
 
 

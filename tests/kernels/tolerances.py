@@ -1,0 +1,12 @@
+"""How far a fast kernel may be from its float64 reference: relative distance in the 2-norm, by operation and dtype."""
+
+from __future__ import annotations
+
+# A bf16 result rounds to 2^-9 of its value; the interpreter truncates to 2^-8.
+TOLERANCES: dict[str, dict[str, float]] = {
+    "mla_attend_absorbed": {"float32": 1e-6, "bfloat16": 6e-3},
+    "attnres_mix": {"float32": 1e-6, "bfloat16": 6e-3},
+    "attnres_read": {"float32": 1e-6, "bfloat16": 1e-2},
+    # the bank's part is kept in the activation dtype between the phases
+    "attnres_fold": {"float32": 1e-6, "bfloat16": 1.2e-2},
+}
