@@ -3,6 +3,8 @@
 In: a device. Out: `Kernels`, the functions the layers call, or `Choice`s with the reasons (`baltoro explain`).
 For each operation the first row of TABLE whose device kind and needs fit the machine is taken. A faster implementation
 is one more row above the reference row. Every implementation of an operation has the signature of its reference.
+BALTORO_REFERENCE (names with commas, or `all`) forces the last row, the reference, of the operations it names; it is
+read when a device is first asked for.
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from baltoro.errors import InvariantError
+from baltoro.config import environment
+from baltoro.errors import ConfigError, InvariantError
 from baltoro.kernels.attnres import reference as attnres
 from baltoro.kernels.conv import reference as conv
 from baltoro.kernels.device import Machine, machine
@@ -73,13 +76,15 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What was picked for one operation, and why."""
+    """What was picked for one operation, why, and the module that holds it."""
 
     op: str
     implementation: str
     reason: str
+    module: str
 
 
+SWITCH = "BALTORO_REFERENCE"
 ANY = ("cpu", "cuda")
 PLAIN = "plain torch; the only implementation so far"
 CHUNKS = "plain torch, vectorised over chunks and heads; the only implementation so far"
@@ -128,16 +133,45 @@ TABLE: tuple[Row, ...] = (
 
 @cache
 def kernels_for(device: torch.device) -> Kernels:
-    """The functions for one device."""
-    here = machine(device.type, device.index or 0)
-    return Kernels(**{field.name: select(field.name, here).function for field in fields(Kernels)})
+    """The functions for one device. Errors: ConfigError for an unknown name in BALTORO_REFERENCE."""
+    return Kernels(**{row.op: row.function for row in _rows(device)})
 
 
 def choices(device: torch.device) -> list[Choice]:
     """What `kernels_for` picks, in the order of `Kernels`, for `baltoro explain`."""
-    here = machine(device.type, device.index or 0)
-    rows = [select(field.name, here) for field in fields(Kernels)]
-    return [Choice(row.op, row.implementation, row.reason) for row in rows]
+    forced = forced_references()
+    return [
+        Choice(
+            row.op,
+            row.implementation,
+            f"forced by {SWITCH}; {row.reason}" if row.op in forced else row.reason,
+            row.function.__module__,
+        )
+        for row in _rows(device)
+    ]
+
+
+def forced_references() -> frozenset[str]:
+    """Operations whose reference BALTORO_REFERENCE forces. Errors: ConfigError with the list of names."""
+    known = [field.name for field in fields(Kernels)]
+    wanted = [name.strip() for name in (environment(SWITCH) or "").split(",") if name.strip()]
+    if wanted == ["all"]:
+        return frozenset(known)
+    for name in wanted:
+        if name not in known:
+            raise ConfigError(f"{SWITCH} names {name!r}, which is no operation; use all, or of: {', '.join(known)}")
+    return frozenset(wanted)
+
+
+def _rows(device: torch.device) -> list[Row]:
+    here, forced = machine(device.type, device.index or 0), forced_references()
+    names = [field.name for field in fields(Kernels)]
+    return [reference(name) if name in forced else select(name, here) for name in names]
+
+
+def reference(op: str, table: tuple[Row, ...] = TABLE) -> Row:
+    """The last row of `table` for `op`."""
+    return [row for row in table if row.op == op][-1]
 
 
 def select(op: str, here: Machine, table: tuple[Row, ...] = TABLE) -> Row:
