@@ -25,11 +25,13 @@ from baltoro.kernels.device import Machine, machine
 from baltoro.kernels.kda import chunk, fla, gate
 from baltoro.kernels.kda import decode as kda_decode
 from baltoro.kernels.kda import reference as kda
+from baltoro.kernels.linear import fast as fast_linear
+from baltoro.kernels.linear import reference as linear
 from baltoro.kernels.lora import reference as lora
 from baltoro.kernels.mla import decode as mla_decode
 from baltoro.kernels.mla import padded
 from baltoro.kernels.mla import reference as mla
-from baltoro.kernels.moe import device_grouped, experts
+from baltoro.kernels.moe import device_grouped, experts, fast_experts, fast_route
 from baltoro.kernels.moe import reference as moe
 from baltoro.kernels.norm import reference as norm
 
@@ -44,6 +46,9 @@ class Kernels:
     rms_norm: One  # norm.reference.rms_norm
     gated_rms_norm: One  # norm.reference.gated_rms_norm
     l2_norm: One  # kda.reference.l2_norm
+    linear: One  # linear.reference.linear
+    norm_linear: One  # linear.reference.norm_linear
+    router_linear: Two  # linear.reference.router_linear
     conv: Two  # conv.reference.short_conv
     conv_step: One  # conv.reference.short_conv_step
     kda_gate: One  # kda.gate.log_decay
@@ -94,6 +99,9 @@ FLA = "flash-linear-attention's chunk kernels, forward and backward, for bf16; o
 PADDED = "the framework's fused attention on padded groups of like length; spans with a past take the reference"
 IN_PLACE = "gathered states advance in place, without copies between"
 BY_REQUEST = "each request over its own rows, in cache; nothing is padded to the longest"
+FEW_ROWS = "one launch reads each weight once, sums in fp32, for few rows; others take the reference"
+SELECT = "one launch, a threshold search instead of a sort; gradients and expert groups take the reference"
+PACKED = "MXFP4 dequantised on the way: by pair for few, grouped on the device for many; dense ones: device grouped"
 GROUPED = "grouped matrix products, no word to the host, for bf16 dense experts; packed ones take the reference"
 
 
@@ -102,11 +110,22 @@ def is_hopper(here: Machine) -> bool:
     return here.capability is not None and here.capability >= (9, 0)
 
 
+def has_triton(here: Machine) -> bool:
+    """Our Triton kernels are made for Hopper."""
+    return here.has_triton and is_hopper(here)
+
+
 # First fitting row wins. The reference row of an operation is its last.
 TABLE: tuple[Row, ...] = (
     Row("rms_norm", ANY, "reference", norm.rms_norm, PLAIN),
     Row("gated_rms_norm", ANY, "reference", norm.gated_rms_norm, PLAIN),
     Row("l2_norm", ANY, "reference", kda.l2_norm, PLAIN),
+    Row("linear", ("cuda",), "triton", fast_linear.linear, FEW_ROWS, has_triton),
+    Row("linear", ANY, "reference", linear.linear, PLAIN),
+    Row("norm_linear", ("cuda",), "triton", fast_linear.norm_linear, FEW_ROWS, has_triton),
+    Row("norm_linear", ANY, "reference", linear.norm_linear, PLAIN),
+    Row("router_linear", ("cuda",), "triton", fast_linear.router_linear, FEW_ROWS, has_triton),
+    Row("router_linear", ANY, "reference", linear.router_linear, PLAIN),
     Row("conv", ANY, "reference", conv.short_conv, PLAIN),
     Row("conv_step", ANY, "reference", conv.short_conv_step, PLAIN),
     Row("kda_gate", ANY, "reference", gate.log_decay, PLAIN),
@@ -119,9 +138,11 @@ TABLE: tuple[Row, ...] = (
     Row("mla_attend_absorbed", ("cpu",), "decode", mla_decode.attend_absorbed, BY_REQUEST),
     Row("mla_attend_absorbed", ANY, "reference", mla.attend_absorbed, PLAIN),
     Row("attnres_mix", ANY, "reference", attnres.mix, PLAIN),
+    Row("route", ("cuda",), "triton", fast_route.route, SELECT, has_triton),
     Row("route", ANY, "reference", moe.route, PLAIN),
     Row("situ_glu", ANY, "reference", moe.situ_glu, PLAIN),
     Row("silu_glu", ANY, "reference", moe.silu_glu, PLAIN),
+    Row("expert_product", ("cuda",), "triton", fast_experts.expert_product, PACKED, has_triton),
     Row("expert_product", ("cuda",), "device grouped", device_grouped.expert_product, GROUPED, is_hopper),
     Row("expert_product", ANY, "reference", experts.expert_product, FORMS),
     Row("expert_product_lora", ANY, "reference", experts.expert_product, FORMS),
