@@ -57,8 +57,7 @@ def select(
     chosen = tl.sum(tl.where(is_hit, lane[None, :], 0), 1)
     key = tl.max(tl.where(is_hit, order[None, :], 0), 1)
     is_taken = slot < TOP
-    is_better = (key[None, :] > key[:, None]) | ((key[None, :] == key[:, None]) & (slot[None, :] < slot[:, None]))
-    rank = tl.sum((is_better & is_taken[None, :]).to(tl.int32), 1)
+    rank = ranks(key, slot, is_taken)
 
     picked = tl.load(row + chosen, mask=is_taken, other=0.0)
     if IS_SIGMOID:
@@ -80,3 +79,10 @@ def ordered(key):
     signed = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
     order = signed.to(tl.uint32, bitcast=True) ^ 0x80000000
     return tl.where(key != key, 0xFFFFFFFF, order)
+
+
+@triton.jit
+def ranks(key, slot, is_taken):
+    """How many of the taken slots are better than each: a larger key, or an equal one in a lower slot."""
+    is_better = (key[None, :] > key[:, None]) | ((key[None, :] == key[:, None]) & (slot[None, :] < slot[:, None]))
+    return tl.sum((is_better & is_taken[None, :]).to(tl.int32), 1)
