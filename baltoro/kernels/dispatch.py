@@ -3,6 +3,8 @@
 In: a device. Out: `Kernels`, the functions the layers call, or `Choice`s with the reasons (`baltoro explain`).
 For each operation the first row of TABLE whose device kind and needs fit the machine is taken. A faster implementation
 is one more row above the reference row. Every implementation of an operation has the signature of its reference.
+BALTORO_REFERENCE (names with commas, or `all`) forces the last row, the reference, of the operations it names; it is
+read when a device is first asked for.
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from baltoro.errors import InvariantError
+from baltoro.config import environment
+from baltoro.errors import ConfigError, InvariantError
 from baltoro.kernels.attnres import fast as attnres_fast
 from baltoro.kernels.attnres import reference as attnres
 from baltoro.kernels.conv import reference as conv
@@ -23,11 +26,13 @@ from baltoro.kernels.device import Machine, machine
 from baltoro.kernels.kda import chunk, fla, gate
 from baltoro.kernels.kda import decode as kda_decode
 from baltoro.kernels.kda import reference as kda
+from baltoro.kernels.linear import fast as fast_linear
+from baltoro.kernels.linear import reference as linear
 from baltoro.kernels.lora import reference as lora
 from baltoro.kernels.mla import decode as mla_decode
 from baltoro.kernels.mla import padded, split_decode
 from baltoro.kernels.mla import reference as mla
-from baltoro.kernels.moe import device_grouped, experts
+from baltoro.kernels.moe import device_grouped, experts, fast_experts, fast_route
 from baltoro.kernels.moe import reference as moe
 from baltoro.kernels.norm import reference as norm
 from baltoro.kernels.paged import fast as paged_fast
@@ -47,6 +52,9 @@ class Kernels:
     rms_norm: One  # norm.reference.rms_norm
     gated_rms_norm: One  # norm.reference.gated_rms_norm
     l2_norm: One  # kda.reference.l2_norm
+    linear: One  # linear.reference.linear
+    norm_linear: One  # linear.reference.norm_linear
+    router_linear: Two  # linear.reference.router_linear
     conv: Two  # conv.reference.short_conv
     conv_step: One  # conv.reference.short_conv_step
     kda_gate: One  # kda.gate.log_decay
@@ -82,13 +90,15 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What was picked for one operation, and why."""
+    """What was picked for one operation, why, and the module that holds it."""
 
     op: str
     implementation: str
     reason: str
+    module: str
 
 
+SWITCH = "BALTORO_REFERENCE"
 ANY = ("cpu", "cuda")
 PLAIN = "plain torch; the only implementation so far"
 CHUNKS = "plain torch, vectorised over chunks and heads; the only implementation so far"
@@ -104,6 +114,9 @@ PLAIN_COPIES = "plain torch: gather, then scatter"
 DRAW = "Triton: borders bit by bit, no sort, no word to the host; float64 takes the reference"
 PLAIN_DRAW = "plain torch: looks at the likeliest first"
 BY_REQUEST = "each request over its own rows, in cache; nothing is padded to the longest"
+FEW_ROWS = "one launch reads each weight once, sums in fp32, for few rows; others take the reference"
+SELECT = "one launch, a threshold search instead of a sort; gradients and expert groups take the reference"
+PACKED = "MXFP4 dequantised on the way: by pair for few, grouped on the device for many; dense ones: device grouped"
 GROUPED = "grouped matrix products, no word to the host, for bf16 dense experts; packed ones take the reference"
 
 
@@ -113,8 +126,8 @@ def is_hopper(here: Machine) -> bool:
 
 
 def has_triton(here: Machine) -> bool:
-    """Whether there is a device and a compiler for kernels in Triton."""
-    return here.has_triton and here.capability is not None
+    """Our Triton kernels are made for Hopper."""
+    return here.has_triton and is_hopper(here)
 
 
 # First fitting row wins. The reference row of an operation is its last.
@@ -122,6 +135,12 @@ TABLE: tuple[Row, ...] = (
     Row("rms_norm", ANY, "reference", norm.rms_norm, PLAIN),
     Row("gated_rms_norm", ANY, "reference", norm.gated_rms_norm, PLAIN),
     Row("l2_norm", ANY, "reference", kda.l2_norm, PLAIN),
+    Row("linear", ("cuda",), "triton", fast_linear.linear, FEW_ROWS, has_triton),
+    Row("linear", ANY, "reference", linear.linear, PLAIN),
+    Row("norm_linear", ("cuda",), "triton", fast_linear.norm_linear, FEW_ROWS, has_triton),
+    Row("norm_linear", ANY, "reference", linear.norm_linear, PLAIN),
+    Row("router_linear", ("cuda",), "triton", fast_linear.router_linear, FEW_ROWS, has_triton),
+    Row("router_linear", ANY, "reference", linear.router_linear, PLAIN),
     Row("conv", ANY, "reference", conv.short_conv, PLAIN),
     Row("conv_step", ANY, "reference", conv.short_conv_step, PLAIN),
     Row("kda_gate", ANY, "reference", gate.log_decay, PLAIN),
@@ -136,9 +155,11 @@ TABLE: tuple[Row, ...] = (
     Row("mla_attend_absorbed", ANY, "reference", mla.attend_absorbed, PLAIN),
     Row("attnres_mix", ("cuda",), "one launch", attnres_fast.mix, ONE_LAUNCH, has_triton),
     Row("attnres_mix", ANY, "reference", attnres.mix, PLAIN),
+    Row("route", ("cuda",), "triton", fast_route.route, SELECT, has_triton),
     Row("route", ANY, "reference", moe.route, PLAIN),
     Row("situ_glu", ANY, "reference", moe.situ_glu, PLAIN),
     Row("silu_glu", ANY, "reference", moe.silu_glu, PLAIN),
+    Row("expert_product", ("cuda",), "triton", fast_experts.expert_product, PACKED, has_triton),
     Row("expert_product", ("cuda",), "device grouped", device_grouped.expert_product, GROUPED, is_hopper),
     Row("expert_product", ANY, "reference", experts.expert_product, FORMS),
     Row("expert_product_lora", ANY, "reference", experts.expert_product, FORMS),
@@ -156,16 +177,45 @@ TABLE: tuple[Row, ...] = (
 
 @cache
 def kernels_for(device: torch.device) -> Kernels:
-    """The functions for one device."""
-    here = machine(device.type, device.index or 0)
-    return Kernels(**{field.name: select(field.name, here).function for field in fields(Kernels)})
+    """The functions for one device. Errors: ConfigError for an unknown name in BALTORO_REFERENCE."""
+    return Kernels(**{row.op: row.function for row in _rows(device)})
 
 
 def choices(device: torch.device) -> list[Choice]:
     """What `kernels_for` picks, in the order of `Kernels`, for `baltoro explain`."""
-    here = machine(device.type, device.index or 0)
-    rows = [select(field.name, here) for field in fields(Kernels)]
-    return [Choice(row.op, row.implementation, row.reason) for row in rows]
+    forced = forced_references()
+    return [
+        Choice(
+            row.op,
+            row.implementation,
+            f"forced by {SWITCH}; {row.reason}" if row.op in forced else row.reason,
+            row.function.__module__,
+        )
+        for row in _rows(device)
+    ]
+
+
+def forced_references() -> frozenset[str]:
+    """Operations whose reference BALTORO_REFERENCE forces. Errors: ConfigError with the list of names."""
+    known = [field.name for field in fields(Kernels)]
+    wanted = [name.strip() for name in (environment(SWITCH) or "").split(",") if name.strip()]
+    if wanted == ["all"]:
+        return frozenset(known)
+    for name in wanted:
+        if name not in known:
+            raise ConfigError(f"{SWITCH} names {name!r}, which is no operation; use all, or of: {', '.join(known)}")
+    return frozenset(wanted)
+
+
+def _rows(device: torch.device) -> list[Row]:
+    here, forced = machine(device.type, device.index or 0), forced_references()
+    names = [field.name for field in fields(Kernels)]
+    return [reference(name) if name in forced else select(name, here) for name in names]
+
+
+def reference(op: str, table: tuple[Row, ...] = TABLE) -> Row:
+    """The last row of `table` for `op`."""
+    return [row for row in table if row.op == op][-1]
 
 
 def select(op: str, here: Machine, table: tuple[Row, ...] = TABLE) -> Row:
