@@ -19,8 +19,7 @@ from baltoro.errors import InvariantError
 from baltoro.kernels.attnres import reference as attnres
 from baltoro.kernels.conv import reference as conv
 from baltoro.kernels.device import Machine, machine
-from baltoro.kernels.kda import chunk, fla, gate
-from baltoro.kernels.kda import decode as kda_decode
+from baltoro.kernels.kda import chunk, fla, fused, fused_reference, gate
 from baltoro.kernels.kda import reference as kda
 from baltoro.kernels.lora import reference as lora
 from baltoro.kernels.mla import decode as mla_decode
@@ -32,6 +31,7 @@ from baltoro.kernels.norm import reference as norm
 
 One = Callable[..., Tensor]
 Two = Callable[..., tuple[Tensor, Tensor]]
+Nothing = Callable[..., None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +42,11 @@ class Kernels:
     gated_rms_norm: One  # norm.reference.gated_rms_norm
     l2_norm: One  # kda.reference.l2_norm
     conv: Two  # conv.reference.short_conv
-    conv_step: One  # conv.reference.short_conv_step
     kda_gate: One  # kda.gate.log_decay
     kda_chunk: Two  # kda.chunk.chunked
-    kda_step: One  # kda.reference.step
+    kda_decode: One  # kda.fused_reference.decode
+    kda_verify: One  # kda.fused_reference.verify
+    kda_fold: Nothing  # kda.fused_reference.fold
     mla_attend: One  # mla.reference.attend
     mla_attend_absorbed: Two  # mla.reference.attend_absorbed
     attnres_mix: One  # attnres.reference.mix
@@ -87,7 +88,10 @@ FORMS = "plain torch; gathers per pair for few tokens, groups by expert for many
 LORA = "plain torch, one group of rows per adapter; the only implementation so far"
 FLA = "flash-linear-attention's chunk kernels, forward and backward, for bf16; other dtypes take the reference"
 PADDED = "the framework's fused attention on padded groups of like length; spans with a past take the reference"
-IN_PLACE = "gathered states advance in place, without copies between"
+IN_PLACE = "plain torch, the operations one by one; gathered states advance in place, without copies between"
+FUSED = "one launch: convolution, gate, norms and recurrence, state in place; float64 takes the composition"
+VERIFY = "one launch: a draft window against a state read once and not written"
+FOLD = "one launch over all layers, equal in every bit to the decode kernel on what verify recorded"
 BY_REQUEST = "each request over its own rows, in cache; nothing is padded to the longest"
 GROUPED = "grouped matrix products, no word to the host, for bf16 dense experts; packed ones take the reference"
 
@@ -97,18 +101,26 @@ def is_hopper(here: Machine) -> bool:
     return here.capability is not None and here.capability >= (9, 0)
 
 
+def can_run_triton(here: Machine) -> bool:
+    """The Triton kernels are made for the matrix units and the bf16 of compute capability 8.0 and later."""
+    return here.has_triton and here.capability is not None and here.capability >= (8, 0)
+
+
 # First fitting row wins. The reference row of an operation is its last.
 TABLE: tuple[Row, ...] = (
     Row("rms_norm", ANY, "reference", norm.rms_norm, PLAIN),
     Row("gated_rms_norm", ANY, "reference", norm.gated_rms_norm, PLAIN),
     Row("l2_norm", ANY, "reference", kda.l2_norm, PLAIN),
     Row("conv", ANY, "reference", conv.short_conv, PLAIN),
-    Row("conv_step", ANY, "reference", conv.short_conv_step, PLAIN),
     Row("kda_gate", ANY, "reference", gate.log_decay, PLAIN),
     Row("kda_chunk", ("cuda",), "fla", fla.chunked, FLA, lambda here: here.has_fla),
     Row("kda_chunk", ANY, "reference", chunk.chunked, CHUNKS),
-    Row("kda_step", ("cpu",), "decode", kda_decode.step, IN_PLACE),
-    Row("kda_step", ANY, "reference", kda.step, PLAIN),
+    Row("kda_decode", ("cuda",), "triton", fused.decode, FUSED, can_run_triton),
+    Row("kda_decode", ANY, "composition", fused_reference.decode, IN_PLACE),
+    Row("kda_verify", ("cuda",), "triton", fused.verify, VERIFY, can_run_triton),
+    Row("kda_verify", ANY, "reference", fused_reference.verify, PLAIN),
+    Row("kda_fold", ("cuda",), "triton", fused.fold, FOLD, can_run_triton),
+    Row("kda_fold", ANY, "reference", fused_reference.fold, PLAIN),
     Row("mla_attend", ANY, "padded", padded.attend, PADDED),
     Row("mla_attend", ANY, "reference", mla.attend, PLAIN),
     Row("mla_attend_absorbed", ("cpu",), "decode", mla_decode.attend_absorbed, BY_REQUEST),

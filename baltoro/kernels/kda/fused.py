@@ -9,6 +9,7 @@ The kernels are imported at the first call, so this module loads where triton is
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -67,7 +68,7 @@ def verify(
     slots: Tensor,
     window: Window,
 ) -> Tensor:
-    """As `fused_reference.verify`, in one launch; sums in another order than `decode`. What is recorded is what it used.
+    """As `fused_reference.verify`, in one launch; it sums in another order than `decode`. Records what it used.
 
     Errors: ShapeError for more than MAX_WINDOW tokens.
     """
@@ -121,7 +122,7 @@ def layer_stride(views: Sequence[Tensor]) -> int:
     """Elements from one layer's view to the next. Errors: ShapeError if they do not lie at one distance."""
     size = views[0].element_size()
     places = [view.data_ptr() for view in views]
-    steps = {after - before for before, after in zip(places, places[1:], strict=False)}
+    steps: set[int] = {after - before for before, after in pairwise(places)}
     is_one_block = len({view.untyped_storage().data_ptr() for view in views}) == 1
     alike = {(view.dtype, view.shape, view.stride()) for view in views}
     if len(steps) > 1 or len(alike) > 1 or not is_one_block or any(step % size for step in steps):
@@ -159,7 +160,8 @@ def _taps(history: Tensor) -> dict[str, Any]:
 
 def _num_warps(tile: dict[str, Any]) -> int:
     """64 values of a state to a thread, so that it stays in registers; a function of the tile alone."""
-    return max(1, min(8, tile["BK"] * tile["BV"] // (32 * 64)))
+    size: int = tile["BK"] * tile["BV"]
+    return max(1, min(8, size // (32 * 64)))
 
 
 def _power_of_two(size: int) -> int:

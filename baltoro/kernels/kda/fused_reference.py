@@ -1,6 +1,6 @@
 """All of a KDA layer between its projections, for decode and for a draft window, in plain torch.
 
-    decode   short conv -> gate -> L2 norm -> recurrence -> gated RMSNorm: one token a request, state and history in place
+    decode   short conv -> gate -> L2 norm -> recurrence -> gated RMSNorm; one token a request, in place
     verify   the same for a window of G tokens a request; writes no state, records what `fold` needs
     fold     advances states and histories by the first n recorded tokens of each window, all layers
 
@@ -80,7 +80,8 @@ class Window:
 def split_heads(x: Tensor, heads: int, keys: int) -> tuple[Tensor, Tensor, Tensor]:
     """q, k [.., H, K] and v [.., H, V] of channels q | k | v."""
     q, k, v = torch.split(x, [heads * keys, heads * keys, x.shape[-1] - 2 * heads * keys], dim=-1)
-    return q.unflatten(-1, (heads, -1)), k.unflatten(-1, (heads, -1)), v.unflatten(-1, (heads, -1))
+    q, k, v = (torch.unflatten(part, -1, (heads, -1)) for part in (q, k, v))
+    return q, k, v
 
 
 def decode(

@@ -1,4 +1,4 @@
-# mypy: allow-untyped-defs, allow-untyped-decorators, allow-untyped-calls
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 """Triton kernels of the KDA decode step and of the fold of accepted draft tokens.
 
 One program owns a whole head of one request: it alone reads and writes that head's state and history, so both move in
@@ -25,8 +25,8 @@ from baltoro.kernels.kda.triton_token import (
 
 @triton.jit
 def decode_kernel(
-    x_ptr, raw_ptr, b_ptr, gate_ptr, conv_ptr, a_log_ptr, bias_ptr, norm_ptr, history_ptr, state_ptr, slots_ptr, out_ptr,
-    k_ptr, v_ptr, decay_ptr, beta_ptr,
+    x_ptr, raw_ptr, b_ptr, gate_ptr, conv_ptr, a_log_ptr, bias_ptr, norm_ptr, history_ptr, state_ptr, slots_ptr,
+    out_ptr, k_ptr, v_ptr, decay_ptr, beta_ptr,
     x_row, raw_row, b_row, gate_row, history_slot, history_row, state_slot, bound, scale, eps,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     TAPS: tl.constexpr, ROWS: tl.constexpr, IS_BOUNDED: tl.constexpr, RECORDS: tl.constexpr,

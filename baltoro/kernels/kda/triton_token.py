@@ -1,4 +1,4 @@
-# mypy: allow-untyped-defs, allow-untyped-decorators, allow-untyped-calls
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 """Triton functions that the KDA kernels share: one token's convolution, norm, gate, step of the state, output norm.
 
 `advance` is the only place where a state moves by a token; decode and fold both call it on tiles of one shape with the
@@ -15,6 +15,7 @@ import triton.language as tl
 
 @triton.jit
 def sigmoid(x):
+    """Right for any finite x: where e^-x overflows the quotient is 0."""
     return 1.0 / (1.0 + tl.exp(-x))
 
 
@@ -29,6 +30,7 @@ def softplus(x):
 
 @triton.jit
 def log_decay(raw, bias, a_log, bound, IS_BOUNDED: tl.constexpr):
+    """As `gate.log_decay`."""
     rate = tl.exp(a_log)
     if IS_BOUNDED:
         g = bound * sigmoid(rate * (raw + bias))
@@ -63,6 +65,7 @@ def shifted_history(x, history, channel, live, count, history_row, x_row, TAPS: 
 
 @triton.jit
 def store_history(tile, history, channel, live, history_row, TAPS: tl.constexpr, ROWS: tl.constexpr):
+    """Write what `shifted_history` made."""
     row = tl.arange(0, ROWS)[:, None]
     mask = (row < TAPS - 1) & live[None, :]
     tl.store(history + row * history_row + channel[None, :], tile, mask=mask)

@@ -1,13 +1,14 @@
-# mypy: allow-untyped-defs, allow-untyped-decorators, allow-untyped-calls
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 """Triton kernel that runs a draft window through a KDA layer without moving its state.
 
 Per head, with rows K~ = k e^G and Q~ = q e^G of the window (G: log-decay summed from its start):
 
     P = K~ S, O = Q~ S    one product of the window against the state: its only reading
-    for each token j:     u_j is row j of beta (v - P); later rows lose beta a_kk[i, j] u_j, rows i >= j of O gain a_qk[i, j] u_j
+    for each token j:     u_j is row j of beta (v - P); rows i > j of that lose beta a_kk[i, j] u_j,
+                          rows i >= j of O gain a_qk[i, j] u_j
 
-The decays between pairs of tokens are formed as e^(G_i - G_j) <= 1, so any gate works. Keys, values, decays and beta are
-recorded for the fold; history and state are never written.
+The decays between pairs of tokens are formed as e^(G_i - G_j) <= 1, so any gate works. Keys, values, decays and
+beta are recorded for the fold; history and state are never written.
 Launched by `fused`; needs triton. Source: spec/kernels.md A.3, B.4.
 """
 
@@ -41,8 +42,8 @@ def conv_window(
 
 @triton.jit
 def verify_kernel(
-    x_ptr, raw_ptr, b_ptr, gate_ptr, conv_ptr, a_log_ptr, bias_ptr, norm_ptr, history_ptr, state_ptr, slots_ptr, out_ptr,
-    kept_x_ptr, k_ptr, v_ptr, decay_ptr, beta_ptr,
+    x_ptr, raw_ptr, b_ptr, gate_ptr, conv_ptr, a_log_ptr, bias_ptr, norm_ptr, history_ptr, state_ptr, slots_ptr,
+    out_ptr, kept_x_ptr, k_ptr, v_ptr, decay_ptr, beta_ptr,
     x_row, raw_row, b_row, gate_row, history_slot, history_row, state_slot, bound, scale, eps,
     window: tl.constexpr, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BG: tl.constexpr, BK: tl.constexpr,
     BV: tl.constexpr, TAPS: tl.constexpr, IS_BOUNDED: tl.constexpr, PRECISION: tl.constexpr,
