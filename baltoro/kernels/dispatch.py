@@ -19,7 +19,7 @@ from baltoro.errors import InvariantError
 from baltoro.kernels.attnres import reference as attnres
 from baltoro.kernels.conv import reference as conv
 from baltoro.kernels.device import Machine, machine
-from baltoro.kernels.kda import chunk, fla, fused, fused_reference, gate
+from baltoro.kernels.kda import chunk, fla, fused, fused_reference, gate, prefill
 from baltoro.kernels.kda import reference as kda
 from baltoro.kernels.lora import reference as lora
 from baltoro.kernels.mla import decode as mla_decode
@@ -91,6 +91,7 @@ PADDED = "the framework's fused attention on padded groups of like length; spans
 IN_PLACE = "plain torch, the operations one by one; gathered states advance in place, without copies between"
 FUSED = "one launch: convolution, gate, norms and recurrence, state in place; float64 takes the composition"
 VERIFY = "one launch: a draft window against a state read once and not written"
+PREFILL = "two launches, four where long spans are cut into segments; gradients through fla, else the reference"
 FOLD = "one launch over all layers, equal in every bit to the decode kernel on what verify recorded"
 BY_REQUEST = "each request over its own rows, in cache; nothing is padded to the longest"
 GROUPED = "grouped matrix products, no word to the host, for bf16 dense experts; packed ones take the reference"
@@ -113,6 +114,7 @@ TABLE: tuple[Row, ...] = (
     Row("l2_norm", ANY, "reference", kda.l2_norm, PLAIN),
     Row("conv", ANY, "reference", conv.short_conv, PLAIN),
     Row("kda_gate", ANY, "reference", gate.log_decay, PLAIN),
+    Row("kda_chunk", ("cuda",), "triton", prefill.chunked, PREFILL, can_run_triton),
     Row("kda_chunk", ("cuda",), "fla", fla.chunked, FLA, lambda here: here.has_fla),
     Row("kda_chunk", ANY, "reference", chunk.chunked, CHUNKS),
     Row("kda_decode", ("cuda",), "triton", fused.decode, FUSED, can_run_triton),

@@ -72,8 +72,12 @@ def test_an_unknown_public_name_is_an_attribute_error() -> None:
 
 def test_gaps_are_found(tmp_path: Path) -> None:
     file = tmp_path / "sample.py"
-    file.write_text(
-        "class A:\n    def f(self, x: int, *rest):\n        return x\n\ndef g(y) -> int:\n    return y\n@triton.jit\ndef _k(z):\n    pass\n"
-    )
+    file.write_text("class A:\n    def f(self, x: int, *rest):\n        return x\n\ndef g(y) -> int:\n    return y\n")
     assert [hit.split(": ")[1] for hit in untyped(file)] == ["A.f lacks rest, return", "g lacks y"]
     assert [hit.split(": ")[1] for hit in undocumented(file)] == ["the module", "A", "g"]
+
+
+def test_kernel_bodies_need_no_types(tmp_path: Path) -> None:
+    file = tmp_path / "sample.py"
+    file.write_text("@triton.jit\ndef _kernel(x):\n    pass\n\ndef _launch(x):\n    pass\n")
+    assert [hit.split(": ")[1] for hit in untyped(file)] == ["_launch lacks x, return"]

@@ -7,4 +7,6 @@ TOLERANCES: dict[str, dict[str, float]] = {
     "kda_decode": {"float32": 1e-6, "bfloat16": 8e-3},
     "kda_decode_state": {"float32": 1e-6, "bfloat16": 8e-3},
     "kda_verify": {"float32": 1e-6, "bfloat16": 8e-3},
+    "kda_chunk": {"float32": 1e-6, "bfloat16": 1.2e-2},  # on a GPU, where bf16 is rounded, 4e-3: spec/kernels.md A.5
+    "kda_chunk_state": {"float32": 1e-6, "bfloat16": 8e-3},
 }

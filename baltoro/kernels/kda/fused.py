@@ -52,7 +52,7 @@ def decode(
         *(t.stride(0) for t in inputs), *_strides(history, state),
         weights.lower_bound or 0.0, weights.scale, weights.norm_eps,
         heads, raw.shape[-1], values, **tile, **_taps(history), IS_BOUNDED=weights.lower_bound is not None,
-        RECORDS=record is not None, num_warps=_num_warps(tile),
+        RECORDS=record is not None, **_same_bits(tile),
     )  # fmt: skip
     return out
 
@@ -91,7 +91,7 @@ def verify(
         *(t.stride(0) for t in inputs), *_strides(history, state),
         weights.lower_bound or 0.0, weights.scale, weights.norm_eps,
         length, heads, raw.shape[-1], values, BG=WINDOW_TILE, **tile, TAPS=history.shape[1] + 1,
-        IS_BOUNDED=weights.lower_bound is not None, PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
+        IS_BOUNDED=weights.lower_bound is not None, PRECISION="tf32x3" if x.dtype == torch.float32 else "tf32",
         num_warps=_num_warps(tile),
     )  # fmt: skip
     return out
@@ -113,7 +113,7 @@ def fold(
         window.x, window.k, window.v, window.decay, window.beta, histories[0], states[0], slots, accepted,
         num, length, layer_stride(histories), *_strides(histories[0], states[0])[:2],
         layer_stride(states), states[0].stride(0),
-        heads, keys, window.v.shape[-1], **tile, **_taps(histories[0]), num_warps=_num_warps(tile),
+        heads, keys, window.v.shape[-1], **tile, **_taps(histories[0]), **_same_bits(tile),
     )  # fmt: skip
     return None
 
@@ -162,6 +162,11 @@ def _num_warps(tile: dict[str, Any]) -> int:
     """64 values of a state to a thread, so that it stays in registers; a function of the tile alone."""
     size: int = tile["BK"] * tile["BV"]
     return max(1, min(8, size // (32 * 64)))
+
+
+def _same_bits(tile: dict[str, Any]) -> dict[str, Any]:
+    """How decode and fold are compiled: no choice of the compiler's which product and sum become one."""
+    return {"num_warps": _num_warps(tile), "enable_fp_fusion": False}
 
 
 def _power_of_two(size: int) -> int:

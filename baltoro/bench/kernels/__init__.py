@@ -1,0 +1,1 @@
+"""Times of single operations on a GPU, beside their floors and their peers."""
