@@ -23,8 +23,7 @@ from baltoro.kernels.attnres import fast as attnres_fast
 from baltoro.kernels.attnres import reference as attnres
 from baltoro.kernels.conv import reference as conv
 from baltoro.kernels.device import Machine, machine
-from baltoro.kernels.kda import chunk, fla, gate
-from baltoro.kernels.kda import decode as kda_decode
+from baltoro.kernels.kda import chunk, fla, fused, fused_reference, gate, prefill
 from baltoro.kernels.kda import reference as kda
 from baltoro.kernels.linear import fast as fast_linear
 from baltoro.kernels.linear import reference as linear
@@ -56,10 +55,11 @@ class Kernels:
     norm_linear: One  # linear.reference.norm_linear
     router_linear: Two  # linear.reference.router_linear
     conv: Two  # conv.reference.short_conv
-    conv_step: One  # conv.reference.short_conv_step
     kda_gate: One  # kda.gate.log_decay
     kda_chunk: Two  # kda.chunk.chunked
-    kda_step: One  # kda.reference.step
+    kda_decode: One  # kda.fused_reference.decode
+    kda_verify: One  # kda.fused_reference.verify
+    kda_fold: Act  # kda.fused_reference.fold
     mla_attend: One  # mla.reference.attend
     mla_attend_absorbed: Two  # mla.reference.attend_absorbed
     attnres_mix: One  # attnres.reference.mix
@@ -106,13 +106,17 @@ FORMS = "plain torch; gathers per pair for few tokens, groups by expert for many
 LORA = "plain torch, one group of rows per adapter; the only implementation so far"
 FLA = "flash-linear-attention's chunk kernels, forward and backward, for bf16; other dtypes take the reference"
 PADDED = "the framework's fused attention on padded groups of like length; spans with a past take the reference"
-IN_PLACE = "gathered states advance in place, without copies between"
 SPLIT = "Triton: keys in splits that fill the card, merged by log-sum-exp; float64 takes the reference"
 ONE_LAUNCH = "Triton: one launch; under autograd and in float64 the reference"
 COPIES = "Triton: a batch in one launch, nothing in between"
 PLAIN_COPIES = "plain torch: gather, then scatter"
 DRAW = "Triton: borders bit by bit, no sort, no word to the host; float64 takes the reference"
 PLAIN_DRAW = "plain torch: looks at the likeliest first"
+IN_PLACE = "plain torch, the operations one by one; gathered states advance in place, without copies between"
+FUSED = "one launch: convolution, gate, norms and recurrence, state in place; float64 takes the composition"
+VERIFY = "one launch: a draft window against a state read once and not written"
+PREFILL = "two launches, four where long spans are cut into segments; gradients through fla, else the reference"
+FOLD = "one launch over all layers, equal in every bit to the decode kernel on what verify recorded"
 BY_REQUEST = "each request over its own rows, in cache; nothing is padded to the longest"
 FEW_ROWS = "one launch reads each weight once, sums in fp32, for few rows; others take the reference"
 SELECT = "one launch, a threshold search instead of a sort; gradients and expert groups take the reference"
@@ -142,12 +146,16 @@ TABLE: tuple[Row, ...] = (
     Row("router_linear", ("cuda",), "triton", fast_linear.router_linear, FEW_ROWS, has_triton),
     Row("router_linear", ANY, "reference", linear.router_linear, PLAIN),
     Row("conv", ANY, "reference", conv.short_conv, PLAIN),
-    Row("conv_step", ANY, "reference", conv.short_conv_step, PLAIN),
     Row("kda_gate", ANY, "reference", gate.log_decay, PLAIN),
+    Row("kda_chunk", ("cuda",), "triton", prefill.chunked, PREFILL, has_triton),
     Row("kda_chunk", ("cuda",), "fla", fla.chunked, FLA, lambda here: here.has_fla),
     Row("kda_chunk", ANY, "reference", chunk.chunked, CHUNKS),
-    Row("kda_step", ("cpu",), "decode", kda_decode.step, IN_PLACE),
-    Row("kda_step", ANY, "reference", kda.step, PLAIN),
+    Row("kda_decode", ("cuda",), "triton", fused.decode, FUSED, has_triton),
+    Row("kda_decode", ANY, "composition", fused_reference.decode, IN_PLACE),
+    Row("kda_verify", ("cuda",), "triton", fused.verify, VERIFY, has_triton),
+    Row("kda_verify", ANY, "reference", fused_reference.verify, PLAIN),
+    Row("kda_fold", ("cuda",), "triton", fused.fold, FOLD, has_triton),
+    Row("kda_fold", ANY, "reference", fused_reference.fold, PLAIN),
     Row("mla_attend", ANY, "padded", padded.attend, PADDED),
     Row("mla_attend", ANY, "reference", mla.attend, PLAIN),
     Row("mla_attend_absorbed", ("cpu",), "decode", mla_decode.attend_absorbed, BY_REQUEST),

@@ -78,3 +78,9 @@ def test_gaps_are_found(tmp_path: Path) -> None:
     )
     assert [hit.split(": ")[1] for hit in untyped(file)] == ["A.f lacks rest, return", "g lacks y"]
     assert [hit.split(": ")[1] for hit in undocumented(file)] == ["the module", "A", "g"]
+
+
+def test_kernel_bodies_need_no_types(tmp_path: Path) -> None:
+    file = tmp_path / "sample.py"
+    file.write_text("@triton.jit\ndef _kernel(x):\n    pass\n\ndef _launch(x):\n    pass\n")
+    assert [hit.split(": ")[1] for hit in untyped(file)] == ["_launch lacks x, return"]

@@ -15,7 +15,7 @@ import torch
 from baltoro.bench.kernels.timing import Ceilings, Figure, ceilings
 from baltoro.errors import ConfigError
 
-MODULES = ("kda", "mla", "attnres", "moe")
+MODULES = ("mla", "attnres", "moe")
 
 
 def present() -> list[str]:
