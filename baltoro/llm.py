@@ -232,7 +232,7 @@ class LLM:
             prompt_logprobs=first.prompt_logprobs,
             prompt_top_logprobs=first.prompt_top_logprobs,
             num_cached_tokens=last.num_cached_tokens,
-            policy_version=last.policy_version,
+            policy_version=last.version,
             reasoning=parsed.reasoning,
             tool_calls=tuple({"id": c.id, "name": c.name, "arguments": c.arguments} for c in parsed.tool_calls),
             error=last.error,
