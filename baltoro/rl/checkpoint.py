@@ -55,9 +55,7 @@ def checkpoint_folder(out: Path) -> Path:
     return out / "checkpoints"
 
 
-def save(
-    out: Path, config: RLConfig, saved: Saved, *, keep: int
-) -> Path:
+def save(out: Path, config: RLConfig, saved: Saved, *, keep: int) -> Path:
     """Write, then remove all but the newest `keep`."""
     folder = checkpoint_folder(out)
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,7 @@
 """Who sleeps and who wakes, in which order, where engine and trainer share a machine.
 
     rollout   the engine has its pool; the trainer holds base (shared), adapter, optimizer state, and no gradient
-    training  the engine has given its pool back; requests that were under way wait, their state kept if the mode says so
+    training  the engine has given its pool back; requests that were under way wait
     then      the new version is published, and the engine wakes to it
 
 In: a policy, whether it sleeps at all. Out: a context for the training phase.

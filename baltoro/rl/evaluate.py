@@ -56,7 +56,7 @@ class _One:
 def evaluate(
     policy: Policy, tasks: Sequence[Drawn], talk: Talk, *, draws: int, max_tokens: int, seed: int, most: int
 ) -> EvalRecord:
-    """`most`: attempts under way at once. Errors: InvariantError where the engine falls silent, or nothing was judged."""
+    """`most`: attempts at once. Errors: InvariantError where the engine falls silent, or nothing was judged."""
     if not tasks:
         raise InvariantError("there is no held-out task: nothing would be evaluated")
     ones = []
@@ -126,5 +126,8 @@ def _end(one: _One, finish: FinishReason) -> bool:
 def _params(one: _One, seed: int) -> SamplingParams:
     is_greedy = one.key[1] == GREEDY
     return SamplingParams(
-        max_tokens=one.left, temperature=0.0 if is_greedy else 1.0, logprobs=0, seed=seed_of(seed, (one.key[0], 1 + one.key[1]))
+        max_tokens=one.left,
+        temperature=0.0 if is_greedy else 1.0,
+        logprobs=0,
+        seed=seed_of(seed, (one.key[0], 1 + one.key[1])),
     )

@@ -135,11 +135,13 @@ def train_line(record: PolicyRecord | None, norm: float) -> dict[str, Any]:
         "skipped": False,
         "loss": record.loss,
         "tokens": record.tokens,
-        "k3": found.k3,
-        "k1": found.k1,
-        "mean_dlogp": found.mean_abs,
-        "max_dlogp": found.abs_max,
-        "ess": found.ess,
+        "fresh_tokens": found.tokens,
+        "k3": found.k3 if found.tokens else None,
+        "k1": found.k1 if found.tokens else None,
+        "mean_dlogp": found.mean_abs if found.tokens else None,
+        "max_dlogp": found.abs_max if found.tokens else None,
+        "ratio_k3": record.ratio.k3,
+        "ess": record.ratio.ess,
         "clip_low": record.clip_low,
         "clip_high": record.clip_high,
         "tis_cut": record.tis_cut,
@@ -151,9 +153,7 @@ def train_line(record: PolicyRecord | None, norm: float) -> dict[str, Any]:
     }
 
 
-def check_line(
-    sync: SyncRecord | None, canary: CanaryRecord | None, held_out: EvalRecord | None
-) -> dict[str, Any]:
+def check_line(sync: SyncRecord | None, canary: CanaryRecord | None, held_out: EvalRecord | None) -> dict[str, Any]:
     """Figures of publication, canary and evaluation, where there are any."""
     line: dict[str, Any] = {}
     if sync is not None:

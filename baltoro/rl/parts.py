@@ -194,23 +194,36 @@ def _put_together(config: RLConfig, owned: ExitStack, families: Sequence[Family]
 def _engine_and_trainer(config: RLConfig, tokenizer: Tokenizer, owned: ExitStack) -> tuple[Policy, PolicyTrainer]:
     """Engine first: it owns the base."""
     options = engine_config(config)
-    dtype, shape = resolve_dtype(options), K3Config.load(config.model)
-    chosen = config.adapter
-    adapter = first_adapter(
-        shape, rank=chosen.rank, alpha=chosen.alpha, targets=chosen.targets, seed=config.seed, dtype=dtype
-    )
+    adapter = _first_adapter(config, options)
     open_one = _inline if config.engine.place == "inline" else _process
     policy, model = open_one(config, options, tokenizer, adapter)
     owned.callback(policy.close)
+    return policy, _trainer(config, model, adapter)
+
+
+def make_standalone_trainer(config: RLConfig) -> PolicyTrainer:
+    """The trainer as a run has it before its first step, without an engine."""
+    options = engine_config(config)
+    model = load_model(config.model, dtype=resolve_dtype(options), device=options.device)
+    return _trainer(config, model, _first_adapter(config, options))
+
+
+def _first_adapter(config: RLConfig, options: EngineConfig) -> Adapter:
+    chosen, shape = config.adapter, K3Config.load(config.model)
+    dtype = resolve_dtype(options)
+    return first_adapter(
+        shape, rank=chosen.rank, alpha=chosen.alpha, targets=chosen.targets, seed=config.seed, dtype=dtype
+    )
+
+
+def _trainer(config: RLConfig, model: K3Model, adapter: Adapter) -> PolicyTrainer:
     optim = asdict(config.optim)
     micro_tokens = optim.pop("micro_tokens")
     optim["betas"] = tuple(optim["betas"])
-    return policy, PolicyTrainer(model, adapter, config.policy_loss, FactorOptim(**optim), micro_tokens)
+    return PolicyTrainer(model, adapter, config.policy_loss, FactorOptim(**optim), micro_tokens)
 
 
-def _inline(
-    config: RLConfig, options: EngineConfig, tokenizer: Tokenizer, adapter: Adapter
-) -> tuple[Policy, K3Model]:
+def _inline(config: RLConfig, options: EngineConfig, tokenizer: Tokenizer, adapter: Adapter) -> tuple[Policy, K3Model]:
     """Engine and trainer in this process, each with a model of its own."""
     made = Factories(tokenizer)
     engine = load_engine(config.model, options, eos_ids=made.eos_ids, stop_rules=made.stop_rule, masks=made.mask)
@@ -223,9 +236,7 @@ def _inline(
     return policy, load_model(config.model, dtype=resolve_dtype(options), device=options.device)
 
 
-def _process(
-    config: RLConfig, options: EngineConfig, tokenizer: Tokenizer, adapter: Adapter
-) -> tuple[Policy, K3Model]:
+def _process(config: RLConfig, options: EngineConfig, tokenizer: Tokenizer, adapter: Adapter) -> tuple[Policy, K3Model]:
     """An engine in a process of its own, and the trainer's model on the base that both map."""
     module = import_module("baltoro.rl.engine_process")  # sockets and shared memory, which an inline run does without
     policy = module.EnginePolicy(

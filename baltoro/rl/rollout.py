@@ -62,17 +62,16 @@ class Attempt:
         self._env: Env | None = None
         self._turn: list[int] = []
         self._num_calls = 0
-        self._begin_turn()
+        self._parser = StreamParser(talk.tokenizer, thinking=talk.thinking)
 
     def hear_policy(self, ids: tuple[int, ...]) -> int:
         """Take sampled ids; returns how many of them were thoughts."""
         thinking = 0
         for token in ids:
-            is_thought = self._is_thinking
+            is_thought = self._parser.is_thinking
             self._turn.append(token)
             self._parser.push((token,))
-            self._is_thinking = self._parser.is_thinking
-            thinking += is_thought and self._is_thinking
+            thinking += is_thought and self._parser.is_thinking
         return thinking
 
     def step(self, finish: FinishReason) -> tuple[int, ...] | None:
@@ -111,7 +110,6 @@ class Attempt:
     def _begin_turn(self) -> None:
         self._turn = []
         self._parser = StreamParser(self._talk.tokenizer, thinking=self._talk.thinking)
-        self._is_thinking = self._talk.thinking
 
 
 def turns(trajectory: Trajectory) -> Iterator[tuple[tuple[int, ...], bool]]:

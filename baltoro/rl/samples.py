@@ -1,4 +1,4 @@
-"""Groups -> what the trainer eats: rewards, advantages, and one sample a trajectory. And what the step is to be told by.
+"""Groups -> what the trainer eats: rewards, advantages, and one sample a trajectory. And figures of both.
 
 In: complete groups, settings, b0 of the tasks. Out: PolicySamples in the order of groups and members, and counts.
 Invariants: only sampled tokens count, over all turns; an excluded trajectory (failed, stale, masked) stays among the
@@ -76,14 +76,14 @@ def make_samples(
         rewards += [value for value in values if value is not None]
         found.append(group_advantages(values, advantage))
         for trajectory, value, is_counted in zip(group.members, found[-1].values, found[-1].is_counted, strict=True):
-            samples.append(_sample(trajectory, value, is_counted))
+            samples.append(_sample(trajectory, value, is_counted, version))
     members = [t for group in groups for t in group.members]
     judged = [t for t in members if t.status == "complete" and t.score is not None]
     return StepSamples(
         samples=samples,
         score=fmean(t.score or 0.0 for t in judged) if judged else None,
         reward=fmean(rewards) if rewards else None,
-        kinds=dict(kinds(found)),
+        kinds={str(kind): count for kind, count in kinds(found).items()},
         rules=dict(rules),
         reasons=dict(Counter(t.reason if t.status == "complete" else t.status for t in members)),
         lengths=[t.num_sampled for t in judged],
@@ -95,10 +95,11 @@ def make_samples(
     )
 
 
-def _sample(trajectory: Trajectory, advantage: float, is_counted: bool) -> PolicySample:
+def _sample(trajectory: Trajectory, advantage: float, is_counted: bool, version: int) -> PolicySample:
     counted = trajectory.mask if is_counted else (False,) * len(trajectory.tokens)
     tokens = trajectory.prompt + trajectory.tokens
-    return PolicySample(tokens, len(trajectory.prompt), counted, trajectory.logprobs, advantage)
+    is_fresh = tuple(one == version for one in trajectory.versions)
+    return PolicySample(tokens, len(trajectory.prompt), counted, trajectory.logprobs, advantage, is_fresh)
 
 
 def _by_effort(judged: Sequence[Trajectory], shaping: ShapingConfig) -> dict[str, tuple[float, float, int]]:

@@ -77,7 +77,9 @@ class Sync:
             raise InvariantError("the adapter has other tensors than its version before")
         changed = sum(entry.sha256 != before[entry.name] for entry in manifest.tensors)
         if self._must_change and not changed:
-            raise InvariantError(f"no tensor of version {manifest.version} differs from the one before: no step arrived")
+            raise InvariantError(
+                f"no tensor of version {manifest.version} differs from the one before: no step arrived"
+            )
         return changed
 
 
@@ -100,4 +102,6 @@ def check_is_zero(adapter: Adapter) -> None:
     """Errors: InvariantError where some B is not zero."""
     wrong = [module for module, one in adapter.factors.items() if bool(one.b.any())]
     if wrong or not adapter.factors:
-        raise InvariantError(f"a first version must change nothing, but B is not zero in {wrong[:3] or 'no site at all'}")
+        raise InvariantError(
+            f"a first version must change nothing, but B is not zero in {wrong[:3] or 'no site at all'}"
+        )

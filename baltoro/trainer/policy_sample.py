@@ -25,6 +25,8 @@ class PolicySample:
     is_counted  of each token after the prompt: sampled by the policy, and counted by the loss
     logprobs    of each token after the prompt, as the engine recorded it
     advantage   of all its tokens
+    is_fresh    of each token after the prompt: sampled by the version that is trained now, so that engine and trainer
+                must agree on it; None: all are
     """
 
     tokens: tuple[int, ...]
@@ -32,6 +34,7 @@ class PolicySample:
     is_counted: tuple[bool, ...]
     logprobs: tuple[float, ...]
     advantage: float
+    is_fresh: tuple[bool, ...] | None = None
 
     def __post_init__(self) -> None:
         num_after = len(self.tokens) - self.num_prompt
@@ -57,6 +60,7 @@ class PolicyBatch:
     rows        int64 [M], rows that predict a counted token; targets int64 [M], that token
     old         float64 [M], the engine's logprob of it
     advantages  float64 [M]; trajectory int64 [M], its number within the step
+    is_fresh    bool [M], see PolicySample
     """
 
     tokens: Tensor
@@ -66,6 +70,7 @@ class PolicyBatch:
     old: Tensor
     advantages: Tensor
     trajectory: Tensor
+    is_fresh: Tensor
 
     @property
     def mask(self) -> Tensor:
@@ -74,7 +79,7 @@ class PolicyBatch:
 
     def to(self, device: torch.device) -> PolicyBatch:
         """The same on `device`."""
-        moved = (self.rows, self.targets, self.old, self.advantages, self.trajectory)
+        moved = (self.rows, self.targets, self.old, self.advantages, self.trajectory, self.is_fresh)
         return PolicyBatch(self.tokens.to(device), self.lengths, *(t.to(device) for t in moved))
 
 
@@ -106,6 +111,7 @@ def _lay(part: Sequence[tuple[int, PolicySample]]) -> PolicyBatch:
     old: list[float] = []
     advantages: list[float] = []
     trajectory: list[int] = []
+    fresh: list[bool] = []
     for number, sample in part:
         first = len(tokens) + sample.num_prompt - 1
         at = [i for i, is_counted in enumerate(sample.is_counted) if is_counted]
@@ -113,6 +119,7 @@ def _lay(part: Sequence[tuple[int, PolicySample]]) -> PolicyBatch:
         old += [sample.logprobs[i] for i in at]
         advantages += [sample.advantage] * len(at)
         trajectory += [number] * len(at)
+        fresh += [sample.is_fresh is None or sample.is_fresh[i] for i in at]
         tokens += sample.tokens
     ids, places = torch.tensor(tokens), torch.tensor(rows)
     return PolicyBatch(
@@ -123,4 +130,5 @@ def _lay(part: Sequence[tuple[int, PolicySample]]) -> PolicyBatch:
         torch.tensor(old, dtype=torch.float64),
         torch.tensor(advantages, dtype=torch.float64),
         torch.tensor(trajectory),
+        torch.tensor(fresh),
     )

@@ -49,8 +49,10 @@ class FactorOptim:
 
 @dataclass(frozen=True, slots=True)
 class PolicyRecord:
-    """What a step did. `drift` compares the engine's logprobs with the trainer's before the update.
+    """What a step did.
 
+    drift   the engine's logprobs against the trainer's before the update, of tokens that the version in training sampled
+    ratio   the same of all counted tokens: with older ones among them, how far the policy has moved since
     num_grads   factors with a gradient that is not zero, of `num_factors`; clip_low, clip_high: shares of tokens
     probe       largest change of the B factor with the largest gradient: it must move where the rate is not 0
     """
@@ -59,6 +61,7 @@ class PolicyRecord:
     tokens: int
     trajectories: int
     drift: Drift
+    ratio: Drift
     clip_low: float
     clip_high: float
     grad_norm: float
@@ -73,7 +76,7 @@ def first_adapter(
     config: K3Config, *, rank: int, alpha: float, dtype: torch.dtype, targets: str = "all", seed: int = 0
 ) -> Adapter:
     """An adapter that changes nothing: A uniform (Xavier), B zero, at every site of `targets`."""
-    sites = {module: site for module, site in adapter_sites(config).items() if _wants(module, targets)}
+    sites = {module: site for module, site in adapter_sites(config).items() if wants_site(module, targets)}
     if not sites:
         raise ConfigError(f"adapter.targets {targets!r} leaves no layer of this model")
     has_experts = any(site.num_experts is not None for site in sites.values())
@@ -88,7 +91,8 @@ def first_adapter(
     return Adapter(settings, factors)
 
 
-def _wants(module: str, targets: str) -> bool:
+def wants_site(module: str, targets: str) -> bool:
+    """Whether adapter.targets names this site."""
     return targets == "all" or (".self_attn." in module if targets == "attention" else ".experts." not in module)
 
 
@@ -169,6 +173,7 @@ class PolicyTrainer:
             tokens=of_step.tokens,
             trajectories=of_step.trajectories,
             drift=sum((part.drift for part in parts), Drift()),
+            ratio=sum((part.ratio for part in parts), Drift()),
             clip_low=sum(part.num_low for part in parts) / of_step.tokens,
             clip_high=sum(part.num_high for part in parts) / of_step.tokens,
             grad_norm=float(norm),
@@ -199,8 +204,8 @@ class PolicyTrainer:
         shares = row_weights(mask, batch.trajectory, of_step, config.aggregation, fixed_length=config.fixed_length)
         loss = (losses.double() * shares).sum()
         loss.backward()  # type: ignore[no-untyped-call]
-        compared = drift(now.detach(), batch.old, mask)
-        return _Part(float(loss.detach()), compared, int(terms.is_low.sum()), int(terms.is_high.sum()), num_cut)
+        same, ratio = drift(now.detach(), batch.old, batch.is_fresh), drift(now.detach(), batch.old, mask)
+        return _Part(float(loss.detach()), same, ratio, int(terms.is_low.sum()), int(terms.is_high.sum()), num_cut)
 
     def _collect(self) -> int:
         """Gradients of the factors to their masters; returns the place of the B with the largest one."""
@@ -246,6 +251,7 @@ class PolicyTrainer:
 class _Part:
     loss: float
     drift: Drift
+    ratio: Drift
     num_low: int
     num_high: int
     num_cut: int
