@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from baltoro.rl.recipe import RLConfig
 
 ROWS = 12  # of the live table
+COLUMNS = ["step", "reward", "eval", "greedy", "k3", "dlogp", "|B|", "length", "stale", "equal", "clip", "canary", "s"]
 
 
 def rl(
@@ -90,14 +91,16 @@ def _show_plan(config: RLConfig, console: Console) -> None:
 
     plan = make_plan(config, K3Config.load(config.model), engine_config(config))
     pool = "resolved when the engine starts" if plan.pool_bytes is None else _bytes(plan.pool_bytes)
+    activations = f"about {_bytes(plan.activation_bytes)} activations"
+    activations += "" if config.engine.sleeps else "; the engine keeps its pool"
     rows = [
         ("base", f"{_bytes(plan.base_bytes)} on disk, resident {plan.num_bases}x"),
-        ("adapter", f"{_bytes(plan.adapter_bytes)}, {plan.adapter_parameters:,} parameters; engine's slots {_bytes(plan.slot_bytes)}"),
+        ("adapter", f"{_bytes(plan.adapter_bytes)}, {plan.adapter_parameters:,} parameters"),
+        ("engine's slots", _bytes(plan.slot_bytes)),
         ("optimizer", _bytes(plan.optimizer_bytes)),
         ("every phase", _bytes(plan.resident_bytes)),
         ("rollout phase, besides", f"engine's pool: {pool}"),
-        ("training phase, besides", f"{_bytes(plan.gradient_bytes)} gradients, about {_bytes(plan.activation_bytes)} activations"
-         + ("" if config.engine.sleeps else "; the engine keeps its pool")),
+        ("training phase, besides", f"{_bytes(plan.gradient_bytes)} gradients, {activations}"),
         ("publication", f"{_bytes(plan.sync_bytes)} in {plan.sync_tensors} tensors a step"),
         ("step", f"{plan.attempts} attempts, at most {plan.most_tokens:,} sampled tokens; {config.steps} steps"),
     ]  # fmt: skip
@@ -171,7 +174,7 @@ def make_table(lines: list[Mapping[str, Any]], config: RLConfig) -> Table:
 
     name = f"{config.name}: {lines[-1]['step'] if lines else 0} of {config.steps} steps"
     table = Table(title=name, box=None, padding=(0, 1, 0, 0))
-    for column in ("step", "reward", "eval", "greedy", "k3", "dlogp", "|B|", "length", "stale", "equal", "clip", "canary", "s"):  # fmt: skip
+    for column in COLUMNS:
         table.add_column(column, justify="right", no_wrap=True)
     for line in lines[-ROWS:]:
         table.add_row(*cells(line, config.checks.canary_floor))

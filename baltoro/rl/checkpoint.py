@@ -24,6 +24,7 @@ from baltoro.envs.base import Task
 from baltoro.errors import ConfigError
 from baltoro.rl.partial import BookState
 from baltoro.rl.recipe import RLConfig
+from baltoro.rl.throttle import Throttle
 from baltoro.rl.types import Trajectory
 
 VERSION = 1
@@ -37,10 +38,11 @@ class Pending(msgspec.Struct, frozen=True, kw_only=True):
     tasks: dict[str, Task]  # by id, of the pending trajectories
     canary: Trajectory | None
     b0: dict[str, float] = {}
+    throttle: Throttle | None = None
 
 
 class Saved(msgspec.Struct, frozen=True, kw_only=True):
-    """A checkpoint as it was read. `trainer`: of PolicyTrainer.load_state; `cursor`: tasks taken; `group`: next number."""
+    """A checkpoint as it was read. `trainer`: of PolicyTrainer; `cursor`: tasks taken; `group`: the next number."""
 
     step: int
     version: int

@@ -95,7 +95,7 @@ class Collector:
         self._waiting: deque[Key] = deque()
         self._judging: dict[Future[Ended], Key] = {}
         self._threads = ThreadPoolExecutor(config.judge_threads) if config.judge_threads else None
-        self._throttle: Throttle | None = None
+        self.throttle: Throttle | None = None
         self._count = self._num_ended = self._polls = 0
         self._scores: list[Score] = []
         self.record = RoundRecord()
@@ -105,7 +105,7 @@ class Collector:
         """A round under `version` with new groups (number, task). Errors: WorkerLost, TransferError of the policy;
         InvariantError where nothing happens for `stall_s`."""
         began = time.monotonic()
-        self.record, self._scores = RoundRecord(), []
+        self.record, self._scores, self._polls = RoundRecord(), [], 0
         trajectories = [t for number, drawn in fresh for t in self._begin(number, drawn, group_size)]
         for order in self.book.begin(version, trajectories):
             self._take(order)
@@ -164,17 +164,17 @@ class Collector:
         if not self._waiting and self._polls % LOOK_EVERY:
             return
         now = self.policy.pressure()
-        if self._throttle is None:
-            self._throttle = Throttle(self._throttle_config.most, retractions=now.retractions)
-        self._throttle = next_throttle(self._throttle, now, self._throttle_config, ended=self._num_ended)
+        if self.throttle is None:
+            self.throttle = Throttle(self._throttle_config.most, retractions=now.retractions)
+        self.throttle = next_throttle(self.throttle, now, self._throttle_config, ended=self._num_ended)
         self._num_ended = 0
-        self.record.cap = self._throttle.cap
+        self.record.cap = self.throttle.cap
         self.record.retractions = now.retractions
         self.record.looks += 1
-        self.record.rows += min(1.0, now.active / max(1, min(now.max_running, self._throttle.cap)))
-        for _ in range(min(send_now(self._throttle, now), len(self._waiting))):
+        self.record.rows += min(1.0, now.active / max(1, min(now.max_running, self.throttle.cap)))
+        for _ in range(min(send_now(self.throttle, now), len(self._waiting))):
             self._submit(self._waiting.popleft())
-        for request in list(self._by_request)[len(self._by_request) - self._throttle.pause :]:
+        for request in list(self._by_request)[len(self._by_request) - self.throttle.pause :]:
             self._live[self._by_request[request]].is_held = True
             self.policy.abort(request)
 

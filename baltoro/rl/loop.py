@@ -17,6 +17,7 @@ from baltoro.rl import log
 from baltoro.rl.checkpoint import latest, load, save
 from baltoro.rl.colocate import training
 from baltoro.rl.drift import check_drift, start_test
+from baltoro.rl.effort import measure_b0
 from baltoro.rl.evaluate import EvalRecord, evaluate
 from baltoro.rl.parts import Parts
 from baltoro.rl.samples import StepSamples, make_samples
@@ -69,6 +70,8 @@ def start(parts: Parts, out: Path, *, resume: bool) -> Mapping[str, Any]:
         )  # fmt: skip
     else:
         parts.sync.publish(parts.version, parts.trainer.adapter(), is_first=is_first)
+    if is_first and parts.config.has_effort_budget:
+        parts.b0 = measure_b0(parts)
     if is_first:
         held_out = measure(parts)
         log.append(out, {"step": 0, "version": parts.version, **log.check_line(None, None, held_out)})
@@ -82,7 +85,7 @@ def samples_of(parts: Parts, groups: Sequence[Group]) -> StepSamples:
     return make_samples(
         groups,
         config.advantages,
-        config.shaping,
+        config.shaping_at(parts.step),
         max_tokens=config.partial.max_tokens,
         version=parts.version,
         b0=parts.b0,

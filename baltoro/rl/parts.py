@@ -100,6 +100,7 @@ class Parts:
             tasks={name: one.task for name, one in self.tasks.items()},
             canary=self.pinned,
             b0=self.b0,
+            throttle=self.collector.throttle,
         )
         return Saved(
             step=self.step,
@@ -117,7 +118,7 @@ class Parts:
         self.stream.skip_to(saved.cursor)
         self.b0 = dict(saved.pending.b0)
         self.book = Book.restored(self.config.partial, saved.pending.book)
-        self.collector.book = self.book
+        self.collector.book, self.collector.throttle = self.book, saved.pending.throttle
         self.tasks = {name: self._drawn(task) for name, task in saved.pending.tasks.items()}
         self.collector.restore(self._of)
         if saved.pending.canary is not None:
@@ -182,7 +183,7 @@ def _put_together(config: RLConfig, owned: ExitStack, families: Sequence[Family]
         policy=policy,
         trainer=trainer,
         sync=Sync(policy, trainer.model.config, must_change=config.optim.lr > 0.0),
-        stream=TaskStream(kinds, shares, seed=config.seed, efforts=config.rollout.efforts),
+        stream=TaskStream(kinds, shares, seed=config.seed, efforts=config.rollout.efforts, pool=config.rollout.pool),
         held_out=held_out(kinds, config.eval.tasks, config.rollout.efforts),
         book=book,
         collector=collector,

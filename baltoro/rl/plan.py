@@ -125,7 +125,7 @@ def refuse(config: RLConfig, model: K3Config, engine: EngineConfig) -> None:
         engine.device == "cpu" or config.engine.place == "process",
         "an inline engine on a GPU would hold the base twice: set engine.place to process",
     )
-    if config.shaping.tau is not None:
+    if config.has_effort_budget:
         need(
             config.shaping.counted == "output" or config.rollout.thinking,
             "shaping.counted thinking with rollout.thinking off counts nothing: set it to output",

@@ -9,7 +9,7 @@ Source: spec/training.md A.1, A.2, C.1-C.4.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -34,6 +34,8 @@ class RolloutConfig:
 
     groups: int = 8  # new tasks a round
     group_size: int = 8  # attempts on each
+    pool: int | None = None  # different tasks, taken in turn again and again; None: always new ones
+    b0_attempts: int = 4  # on each task of the pool before the first step, where shaping.tau or tau_stages is set
     thinking: bool = True
     efforts: tuple[str, ...] = ()  # levels that prompts ask for, one a group in turn; empty: none is asked for
     retries: int = 1  # of an attempt that something of ours took: engine, sandbox, judge
@@ -110,6 +112,14 @@ class SaveConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TauConfig:
+    """A stage of the effort budget: from the end of the one before until `until`, a fraction of the steps."""
+
+    until: float
+    tau: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RLConfig:
     """One run. `algorithm` names the loss and its advantages; [policy] and [advantage] change single keys of it."""
 
@@ -127,6 +137,7 @@ class RLConfig:
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     partial: PartialConfig = field(default_factory=lambda: PartialConfig(max_tokens=256))
     shaping: ShapingConfig = field(default_factory=ShapingConfig)
+    tau_stages: tuple[TauConfig, ...] = ()  # shaping.tau by stage; empty: shaping.tau all along
     throttle: ThrottleConfig = field(default_factory=ThrottleConfig)
     adapter: AdapterConfig = field(default_factory=AdapterConfig)
     optim: AdamConfig = field(default_factory=AdamConfig)
@@ -145,6 +156,17 @@ class RLConfig:
         if self.algorithm == "dr_grpo":
             defaults["fixed_length"] = self.partial.max_tokens
         return build(PolicyConfig, given(defaults) | self.policy, "policy.")
+
+    def shaping_at(self, step: int) -> ShapingConfig:
+        """With the tau of step `step` (from 0)."""
+        for stage in self.tau_stages:
+            if step < round(stage.until * self.steps):
+                return replace(self.shaping, tau=stage.tau)
+        return self.shaping
+
+    @property
+    def has_effort_budget(self) -> bool:
+        return self.shaping.tau is not None or bool(self.tau_stages)
 
     @property
     def advantages(self) -> AdvantageConfig:
@@ -186,7 +208,11 @@ def _check(config: RLConfig) -> None:
     need(config.eval.draws >= 1 and config.eval.tasks >= 1, "eval.draws and eval.tasks must be at least 1")
     every = (config.eval.every_steps, config.save.every_steps, config.save.keep)
     need(min(every) >= 1, "eval.every_steps, save.every_steps and save.keep must be at least 1")
+    need(rollout.pool is None or rollout.pool >= 1, "rollout.pool must be at least 1")
     need(
-        config.shaping.tau is None or config.partial.max_tokens > 1,
-        "shaping.tau needs a budget: raise partial.max_tokens",
+        not config.has_effort_budget or rollout.pool is not None,
+        "shaping.tau is about b0 of each task, which is measured first: set rollout.pool, the number of tasks",
     )
+    ends = [stage.until for stage in config.tau_stages]
+    need(not ends or (ends == sorted(set(ends)) and ends[-1] == 1.0), f"tau_stages.until must rise to 1.0, not {ends}")
+    need(all(stage.tau > 0 for stage in config.tau_stages), "tau_stages.tau must be positive")

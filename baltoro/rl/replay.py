@@ -41,7 +41,8 @@ def replay(
         samples = make_samples(
             found.groups,
             config.advantages,
-            config.shaping,
+            config.shaping_at(found.step - 1),
+            # b0 belongs to the run's checkpoint; a dump's groups are shaped without it
             max_tokens=config.partial.max_tokens,
             version=found.version,
             random_rewards=config.seed if config.reward == "random" else None,

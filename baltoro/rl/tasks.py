@@ -48,14 +48,25 @@ class TaskStream:
     """Tasks for training. Single writer: the loop. `cursor`: how many were taken."""
 
     def __init__(
-        self, families: Sequence[Family], shares: Sequence[float], *, seed: int, efforts: Sequence[str] = ()
+        self,
+        families: Sequence[Family],
+        shares: Sequence[float],
+        *,
+        seed: int,
+        efforts: Sequence[str] = (),
+        pool: int | None = None,
     ) -> None:
+        """`pool`: so many tasks, again and again in their order."""
         self._families, self._shares = families, shares
         self._seed, self._efforts = seed, efforts
         self._sources: list[Iterator[Task]] = [
             family.tasks("train", Random(f"{seed}/{at}").getrandbits(31)) for at, family in enumerate(families)
         ]
         self.cursor = 0
+        self.pool: list[Drawn] = []
+        if pool is not None:
+            self.pool = self.take(pool)
+            self.cursor = 0
 
     def take(self, count: int) -> list[Drawn]:
         """The next ones."""
@@ -67,6 +78,9 @@ class TaskStream:
             self._next()
 
     def _next(self) -> Drawn:
+        if self.pool:
+            self.cursor += 1
+            return self.pool[(self.cursor - 1) % len(self.pool)]
         place = self._place(self.cursor)
         effort = self._efforts[self.cursor % len(self._efforts)] if self._efforts else None
         self.cursor += 1

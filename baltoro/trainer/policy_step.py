@@ -51,7 +51,7 @@ class FactorOptim:
 class PolicyRecord:
     """What a step did.
 
-    drift   the engine's logprobs against the trainer's before the update, of tokens that the version in training sampled
+    drift   the engine's logprobs against the trainer's before the update, of tokens that this version sampled
     ratio   the same of all counted tokens: with older ones among them, how far the policy has moved since
     num_grads   factors with a gradient that is not zero, of `num_factors`; clip_low, clip_high: shares of tokens
     probe       largest change of the B factor with the largest gradient: it must move where the rate is not 0

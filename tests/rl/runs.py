@@ -22,6 +22,7 @@ from tests.contract.tree import ROOT
 from tests.tiny import tiny_k3
 
 MINI = ROOT / "models" / "mini"
+LONG = 12  # characters that earn nothing
 MODEL = tiny_k3(
     vocab_size=1280, num_layers=3, mla_layers=(1,), vision=None, bos_token_id=1024, eos_token_id=1026,
     pad_token_id=1279, media_token_id=1045,
@@ -37,8 +38,8 @@ def write_folder(folder: Path) -> Path:
     tokenizer = Tokenizer.load(folder)
     spoken = [tokenizer.encode(letter)[0] for letter in ascii_lowercase] + [MODEL.eos_token_id]
     with torch.no_grad():  # one coordinate is the same for every token, and so a bias of the head: 27 ids are spoken
-        model.model.embed_tokens.weight[:, 0] = 1.0
-        model.lm_head.weight[:, 0] = -4.0
+        model.model.embed_tokens.weight[:, 0] = 9.0
+        model.lm_head.weight[:, 0] = -12.0
         model.lm_head.weight[spoken, 0] = 0.0
     save_model(model, folder)
     return folder
@@ -68,11 +69,10 @@ def recipe(folder: Path, **changes: Any) -> RLConfig:
 
 
 @dataclass(frozen=True)
-class Letters:
-    """Reward: the share of some letters in what is said. Questions of `failures` cannot be judged."""
+class Brief:
+    """Reward: the less is said, the more, and 1 for nothing. Questions of `failures` cannot be judged."""
 
-    name: str = "letters"
-    letters: str = "aeiou"
+    name: str = "brief"
     failures: tuple[str, ...] = ()
 
     def tasks(self, split: Split, seed: int) -> Iterator[Task]:
@@ -85,10 +85,10 @@ class Letters:
         return SingleTurn(self._score)
 
     def reference(self, task: Task) -> Sequence[Reply]:
-        return [Reply(self.letters)]
+        return [Reply("")]
 
     def _score(self, reply: Reply, task: Task) -> Score:
         if task.question in self.failures:
             return infrastructure("the judge is out")
-        share = sum(map(reply.content.count, self.letters)) / max(1, len(reply.content))
+        share = max(0.0, 1.0 - len(reply.content) / LONG)
         return Score(share, "right" if share > 0.5 else "wrong", reply.content)

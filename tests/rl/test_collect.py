@@ -14,7 +14,7 @@ from baltoro.rl.inline import InlinePolicy
 from baltoro.rl.parts import Parts, open_parts
 from baltoro.rl.tasks import TaskStream, held_out, make_family
 from baltoro.rl.types import Group
-from tests.rl.runs import Letters, recipe
+from tests.rl.runs import Brief, recipe
 
 
 class Made:
@@ -23,8 +23,8 @@ class Made:
     def __init__(self, folder: Path) -> None:
         self.folder, self.opened = folder, list[Parts]()
 
-    def __call__(self, family: Letters | None = None, **changes: object) -> Parts:
-        self.opened.append(open_parts(recipe(self.folder, **changes), families=[family or Letters()]))
+    def __call__(self, family: Brief | None = None, **changes: object) -> Parts:
+        self.opened.append(open_parts(recipe(self.folder, **changes), families=[family or Brief()]))
         self.opened[-1].sync.publish(3, self.opened[-1].trainer.adapter())
         return self.opened[-1]
 
@@ -57,12 +57,15 @@ def test_the_same_seed_gives_the_same_tokens_whatever_runs_beside(make: Made) ->
     wide = collect(make())
     narrow = collect(make(engine={"options": {"max_running": 3, "memory_bytes": 1 << 23}}, throttle={"most": 2}))
     threads = collect(make(rollout={"judge_threads": 2}, is_deterministic=False))
-    said = [[t.tokens for g in sorted(groups, key=lambda g: g.group) for t in g.members] for groups in (wide, narrow, threads)]
+    said = [
+        [t.tokens for g in sorted(groups, key=lambda g: g.group) for t in g.members]
+        for groups in (wide, narrow, threads)
+    ]
     assert said[0] == said[1] == said[2]
 
 
 def test_what_cannot_be_judged_is_excluded_and_costs_no_other(make: Made) -> None:
-    family = Letters(failures=tuple(f"train {n}" for n in (1, 3, 5)))
+    family = Brief(failures=tuple(f"train {n}" for n in (1, 3, 5)))
     parts = make(family)
     groups = collect(parts)
     by_task = {parts.tasks[g.task].task.question: g for g in groups}
@@ -141,5 +144,3 @@ def test_a_stream_goes_on_at_its_cursor_and_never_gives_a_held_out_task() -> Non
     assert {d.effort for d in first} == {"low", "max"} and len({d.family.name for d in first}) == 2
     kept = {d.task.id for d in held_out(families, 10)}
     assert len(kept) == 20 and not kept & {d.task.id for d in stream().take(300)}
-
-

@@ -17,14 +17,14 @@ from baltoro.rl.sync import Sync, check_is_zero
 from baltoro.trainer.ratio import Drift
 from baltoro.transfer.manifest import Raw
 from baltoro.transfer.transaction import Receipt
-from tests.rl.runs import Letters, recipe
+from tests.rl.runs import Brief, recipe
 
 IDS = tuple(range(20, 52))
 
 
 @pytest.fixture
 def parts(tiny_folder: Path) -> Iterator[Parts]:
-    found = open_parts(recipe(tiny_folder), families=[Letters()])
+    found = open_parts(recipe(tiny_folder), families=[Brief()])
     yield found
     found.close()
 
@@ -80,7 +80,7 @@ def test_one_object_for_both_ends_is_caught_by_the_withheld_publication(parts: P
 
 
 def test_a_perturbation_too_small_to_see_is_no_pass(parts: Parts) -> None:
-    with pytest.raises(InvariantError, match="raise checks.perturbation"):
+    with pytest.raises(InvariantError, match=r"raise checks\.perturbation"):
         start_test(parts.policy, parts.trainer, parts.sync, IDS, version=3, std=1e-9, is_first=True)
 
 

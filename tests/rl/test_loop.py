@@ -20,7 +20,7 @@ from baltoro.rl.parts import open_parts
 from baltoro.rl.plot import plot_run
 from baltoro.rl.replay import replay, rescore
 from tests.contract.tree import ROOT
-from tests.rl.runs import Letters, recipe
+from tests.rl.runs import Brief, recipe
 
 TIMES = {"rollout_s", "train_s", "sleep_s", "wake_s", "step_s"}
 
@@ -36,7 +36,7 @@ def lines_of(out: Path) -> list[dict[str, Any]]:
 
 
 def go(folder: Path, out: Path, *, resume: bool = False, **changes: Any) -> list[dict[str, Any]]:
-    parts = open_parts(recipe(folder, **changes), families=[Letters()])
+    parts = open_parts(recipe(folder, **changes), families=[Brief()])
     try:
         run(parts, out, resume=resume)
     finally:
@@ -90,11 +90,25 @@ def test_another_reward_judges_the_dumps_of_a_run(tiny_folder: Path, tmp_path: P
     assert {t.score for group in dumped.groups for t in group.members} == {1.0}
 
 
+def test_an_effort_budget_is_measured_first_and_costs_who_is_over_it(tiny_folder: Path, tmp_path: Path) -> None:
+    changes: dict[str, Any] = {
+        "steps": 2,
+        "rollout": {"pool": 2, "b0_attempts": 6},
+        "shaping": {"counted": "output", "b0_over": "all"},
+        "tau_stages": [{"until": 0.5, "tau": 0.8}, {"until": 1.0, "tau": 99.0}],
+    }
+    lines = go(tiny_folder, tmp_path, **changes)
+    assert lines[1]["rules"]["over_budget"] > 0 and lines[1]["reward"] < lines[1]["score"]
+    assert lines[2]["rules"] == {} and lines[2]["reward"] == lines[2]["score"]
+    tasks = [set(dump.tasks) for dump in read_dumps(tmp_path)]
+    assert tasks[0] == tasks[1] and len(tasks[0]) == 2
+
+
 @pytest.mark.slow
 def test_a_few_steps_raise_the_reward(tiny_folder: Path, tmp_path: Path) -> None:
     lines = go(tiny_folder, tmp_path, **LEARNING)
-    assert gain(lines) > 0.1
-    assert lines[-1]["eval"]["sampled"] > lines[0]["eval"]["sampled"] + 0.1
+    assert gain(lines) > 0.3
+    assert lines[-1]["eval"]["sampled"] > lines[0]["eval"]["sampled"] + 0.3
     assert max(line["k3"] for line in lines[1:]) < 1e-8
 
 
@@ -108,9 +122,9 @@ def test_a_control_does_not_rise(tiny_folder: Path, tmp_path: Path, changes: dic
 
 
 LEARNING: dict[str, Any] = {
-    "steps": 12,
+    "steps": 10,
     "rollout": {"groups": 4, "group_size": 8},
-    "optim": {"lr": 3e-2, "micro_tokens": 2048},
+    "optim": {"lr": 3e-3, "micro_tokens": 2048},
     "save": {"every_steps": 100},
     "eval": {"every_steps": 100, "tasks": 4, "draws": 4},
 }
@@ -120,14 +134,14 @@ import os, signal, sys
 from pathlib import Path
 from baltoro.rl.loop import run
 from baltoro.rl.parts import open_parts
-from tests.rl.runs import Letters, recipe
+from tests.rl.runs import Brief, recipe
 
 folder, out, resume, last = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3] == "resume", int(sys.argv[4])
 config = recipe(folder, steps=5, partial={"share": 0.6, "max_tokens": 24}, save={"every_steps": 2})
 def listener(line):
     if line["step"] == last:
         os.kill(os.getpid(), signal.SIGKILL)
-parts = open_parts(config, families=[Letters()])
+parts = open_parts(config, families=[Brief()])
 run(parts, out, resume=resume, listener=listener)
 """
 

@@ -45,7 +45,7 @@ def test_bytes_of_a_publication_are_those_that_are_sent() -> None:
         ({"partial": {"share": 0.5, "max_staleness": 0}}, "max_staleness"),
         ({"partial": {"max_tokens": 4096}, "optim": {"micro_tokens": 9000}}, "max_tokens 4096"),
         ({"rollout": {"judge_threads": 2}}, "is_deterministic"),
-        ({"shaping": {"tau": 2.0}}, "shaping.counted"),
+        ({"shaping": {"tau": 2.0}, "rollout": {"pool": 4}}, "shaping.counted"),
     ],
 )
 def test_what_cannot_work_is_refused_with_its_key(changes: dict[str, Any], key: str) -> None:
@@ -61,6 +61,8 @@ def test_what_cannot_work_is_refused_with_its_key(changes: dict[str, Any], key: 
         ({"rollout": {"efforts": ["high"]}}, "efforts"),
         ({"policy": {"clip_lo": 0.1}}, "did you mean policy.clip_low"),
         ({"policy": {"tis_high": 2.0}}, "correct for the engine twice"),
+        ({"shaping": {"tau": 2.0}}, "rollout.pool"),
+        ({"tau_stages": [{"until": 0.5, "tau": 2.0}]}, "rollout.pool"),
         ({"steps": 0}, "steps"),
         ({"tasks": []}, "tasks"),
     ],

@@ -15,12 +15,19 @@ from baltoro.envs.tasks.calculator import TOOL, CalculatorEnv
 from baltoro.rl.rollout import Attempt, Talk, decoded, turns
 from baltoro.rl.tasks import Drawn
 from baltoro.rl.types import Trajectory
-from tests.rl.runs import MINI, Letters
+from tests.rl.runs import MINI, Brief
 
-TASK = Task("calculator/1", "calculator", ({"role": "user", "content": "What is 2 + 3?"},), (TOOL,), {"kind": "number", "gold": 5})
+TASK = Task(
+    "calculator/1",
+    "calculator",
+    ({"role": "user", "content": "What is 2 + 3?"},),
+    (TOOL,),
+    {"kind": "number", "gold": 5},
+)
+FUNCTION = {"name": "calculate", "arguments": json.dumps({"expression": "2 + 3"})}
 CALL = {
     "role": "assistant", "content": "", "reasoning_content": "I need it.",
-    "tool_calls": [{"id": "calculate_0", "type": "function", "function": {"name": "calculate", "arguments": json.dumps({"expression": "2 + 3"})}}],
+    "tool_calls": [{"id": "calculate_0", "type": "function", "function": FUNCTION}],
 }  # fmt: skip
 RESULT = {"role": "tool", "tool_call_id": "calculate_0", "name": "calculate", "content": "5"}
 ANSWER = {"role": "assistant", "content": "The answer is 5.", "reasoning_content": "Easy."}
@@ -99,8 +106,8 @@ def test_a_reply_that_was_cut_off_earns_nothing(talk: Talk) -> None:
     assert attempt.judge().reason == "truncated"
 
 
-def test_the_family_of_the_tests_pays_for_letters() -> None:
-    family = Letters()
+def test_the_family_of_the_tests_pays_for_silence() -> None:
+    family = Brief()
     task = next(family.tasks("train", 0))
     env = family.env()
     env.reset(task)

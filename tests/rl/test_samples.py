@@ -11,7 +11,12 @@ from baltoro.trainer.policy_sample import pack_policy
 def trajectory(index: int, score: float | None, **changes: object) -> Trajectory:
     t = Trajectory(task="t", group=4, index=index, prompt=(1, 2, 3), effort="low" if index % 2 else "high")
     t = t.say((10, 11), (-0.1, -0.2), 3).hear((50, 51, 52)).say((12,), (-0.3,), 4)
-    fields: dict[str, object] = {"status": "complete", "score": score, "reason": "right" if score else "wrong", **changes}
+    fields: dict[str, object] = {
+        "status": "complete",
+        "score": score,
+        "reason": "right" if score else "wrong",
+        **changes,
+    }
     return Trajectory(**{name: fields.get(name, getattr(t, name)) for name in t.__struct_fields__})  # type: ignore[arg-type]
 
 

@@ -19,7 +19,9 @@ MODEL = tiny_k3(num_layers=3, mla_layers=(1,), vision=None)
 OPTIM = FactorOptim(lr=1e-2)
 
 
-def make_trainer(loss: PolicyConfig | None = None, *, micro_tokens: int = 500, optim: FactorOptim = OPTIM) -> PolicyTrainer:
+def make_trainer(
+    loss: PolicyConfig | None = None, *, micro_tokens: int = 500, optim: FactorOptim = OPTIM
+) -> PolicyTrainer:
     model = new_model(MODEL, dtype=torch.float64, seed=1, std=0.15, decay="slow")
     adapter = first_adapter(MODEL, rank=3, alpha=6.0, seed=2, dtype=torch.float64)
     return PolicyTrainer(model, adapter, loss or PolicyConfig(), optim, micro_tokens)
