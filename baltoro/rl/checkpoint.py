@@ -111,6 +111,7 @@ def load(path: Path, config: RLConfig) -> Saved:
 
 
 def all_checkpoints(out: Path) -> list[Path]:
+    """Those of a run, oldest first."""
     return sorted(checkpoint_folder(out).glob("step-*.pt"))
 
 
@@ -132,6 +133,7 @@ def plain(value: Any) -> Any:
 
 
 def as_tensor(data: bytes) -> torch.Tensor:
+    """uint8, a copy: bytes on their way into a file of tensors."""
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 

@@ -22,17 +22,17 @@ from baltoro.trainer.policy_step import PolicyTrainer
 
 
 @dataclass(slots=True)
-class PhaseTimes:
-    """Seconds of one training phase. Single writer: `training`."""
+class SleepTimes:
+    """Seconds that going to sleep and waking took, once. Single writer: `training`."""
 
     sleep_s: float = 0.0
     wake_s: float = 0.0
 
 
 @contextmanager
-def training(policy: Policy, trainer: PolicyTrainer, *, sleeps: bool) -> Iterator[PhaseTimes]:
+def training(policy: Policy, trainer: PolicyTrainer, *, sleeps: bool) -> Iterator[SleepTimes]:
     """The body trains and publishes; the engine sleeps meanwhile if `sleeps`."""
-    times = PhaseTimes()
+    times = SleepTimes()
     began = time.monotonic()
     if sleeps:
         policy.sleep()

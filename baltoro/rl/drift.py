@@ -96,6 +96,7 @@ def compare(engine: Sequence[float], trainer: Sequence[float], base: Sequence[fl
 
 
 def distances(a: Sequence[float], b: Sequence[float]) -> list[float]:
+    """|a - b|, one by one."""
     return [abs(x - y) for x, y in zip(a, b, strict=True)]
 
 

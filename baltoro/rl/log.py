@@ -80,6 +80,7 @@ def open_log(out: Path, config: RLConfig, *, steps: int) -> None:
 
 
 def append(out: Path, line: Mapping[str, Any]) -> None:
+    """Add a line to the run's metrics."""
     with (out / METRICS).open("a") as log:
         log.write(json.dumps(line) + "\n")
 

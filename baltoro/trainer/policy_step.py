@@ -99,7 +99,9 @@ def wants_site(module: str, targets: str) -> bool:
 class PolicyTrainer:
     """The adapter in training. Single writer: the loop that owns it."""
 
-    def __init__(self, model: K3Model, adapter: Adapter, loss: PolicyConfig, optim: FactorOptim, micro_tokens: int):
+    def __init__(
+        self, model: K3Model, adapter: Adapter, loss: PolicyConfig, optim: FactorOptim, micro_tokens: int
+    ) -> None:
         self.model = model.requires_grad_(False)
         self.loss, self.optim, self.micro_tokens = loss, optim, micro_tokens
         has_experts = any(".experts." in module for module in adapter.factors)
