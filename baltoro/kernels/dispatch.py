@@ -151,7 +151,7 @@ TABLE: tuple[Row, ...] = (
     Row("kda_chunk", ("cuda",), "fla", fla.chunked, FLA, lambda here: here.has_fla),
     Row("kda_chunk", ANY, "reference", chunk.chunked, CHUNKS),
     Row("kda_decode", ("cuda",), "triton", fused.decode, FUSED, has_triton),
-    Row("kda_decode", ANY, "composition", fused_reference.decode, IN_PLACE),
+    Row("kda_decode", ANY, "reference", fused_reference.decode, IN_PLACE),
     Row("kda_verify", ("cuda",), "triton", fused.verify, VERIFY, has_triton),
     Row("kda_verify", ANY, "reference", fused_reference.verify, PLAIN),
     Row("kda_fold", ("cuda",), "triton", fused.fold, FOLD, has_triton),

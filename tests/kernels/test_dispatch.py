@@ -13,7 +13,7 @@ from baltoro.cli import app
 from baltoro.errors import ConfigError, InvariantError
 from baltoro.kernels.device import machine
 from baltoro.kernels.dispatch import TABLE, Kernels, Row, choices, kernels_for, select
-from baltoro.kernels.kda import reference as kda
+from baltoro.kernels.kda import fused_reference
 from baltoro.kernels.kda.chunk import chunked
 from baltoro.kernels.mla import reference as mla
 
@@ -66,11 +66,11 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
 
 def test_a_named_operation_runs_its_reference(fresh: pytest.MonkeyPatch) -> None:
     cpu = torch.device("cpu")
-    fresh.setenv("BALTORO_REFERENCE", "kda_step, mla_attend")
-    assert kernels_for(cpu).kda_step is kda.step and kernels_for(cpu).mla_attend is mla.attend
+    fresh.setenv("BALTORO_REFERENCE", "kda_decode, mla_attend")
+    assert kernels_for(cpu).kda_decode is fused_reference.decode and kernels_for(cpu).mla_attend is mla.attend
     assert kernels_for(cpu).mla_attend_absorbed is not mla.attend_absorbed
     forced = [choice.op for choice in choices(cpu) if choice.reason.startswith("forced by BALTORO_REFERENCE")]
-    assert forced == ["kda_step", "mla_attend"]
+    assert forced == ["kda_decode", "mla_attend"]
 
 
 def test_all_runs_every_reference(fresh: pytest.MonkeyPatch) -> None:
@@ -79,8 +79,8 @@ def test_all_runs_every_reference(fresh: pytest.MonkeyPatch) -> None:
 
 
 def test_an_unknown_operation_is_refused_with_the_list(fresh: pytest.MonkeyPatch) -> None:
-    fresh.setenv("BALTORO_REFERENCE", "kda_step,experts")
-    with pytest.raises(ConfigError, match=r"'experts'.*kda_step.*expert_product"):
+    fresh.setenv("BALTORO_REFERENCE", "kda_decode,experts")
+    with pytest.raises(ConfigError, match=r"'experts'.*kda_decode.*expert_product"):
         kernels_for(torch.device("cpu"))
 
 
