@@ -3,7 +3,7 @@
 A span is consecutive tokens of one request. `lengths[n]` tokens of span n start at row `offsets[n]`; its first token
 has absolute position `starts[n]`. Host integers (a Python tuple) let the plain-torch kernels slice without asking
 the device; `offsets_device` is the same as a tensor for kernels that run there. What a kernel derives from spans alone
-(row maps, masks) is made `once` and serves all layers; `to` takes it along, so that a trainer can make it ahead of time.
+(row maps, masks) is made `once` and serves all layers; `to` takes it along, so that a trainer can make it ahead.
 Invariants: offsets has N + 1 entries, begins with 0, ends with T; no span is empty.
 """
 

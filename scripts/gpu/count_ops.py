@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,9 +26,10 @@ from baltoro.bench.ops import FROM_HOST, OpCounter
 from baltoro.config import load_config
 from baltoro.kernels.dispatch import Kernels, kernels_for
 from baltoro.kernels.moe import device_grouped
-from baltoro.model.attnres import mix
+from baltoro.model import decoder, layer
 from baltoro.trainer import step as step_module
 from baltoro.trainer.config import TrainConfig
+from baltoro.trainer.prepare import Prepared
 from baltoro.trainer.run import Run
 
 FORWARD = {"KDA": "KDA", "MLA": "MLA", "MoE": "MoE", "MLP": "MLP", "VisionTower": "vision", "Projector": "vision"}
@@ -90,25 +92,20 @@ def _label_modules(model: nn.Module, counter: OpCounter) -> list[Any]:
     return hooks
 
 
-def _phases(run: Run, counter: OpCounter) -> Any:
+def _phases(run: Run, counter: OpCounter) -> ExitStack:
     """Patches that name the phases of `train_step`."""
-    stack = __import__("contextlib").ExitStack()
+    stack = ExitStack()
     wanted = [
-        (step_module, "step_batches", "data"), (step_module, "objective", "forward rest"),
-        (step_module, "_denominators", "data"), (step_module, "mean_losses", "metrics"),
+        (run.feed, "take", "data"), (Prepared, "to", "data"), (step_module, "objective", "forward rest"),
         (Tensor, "backward", "backward"), (run.muon, "step", "Muon"), (run.adam, "step", "AdamW"),
-        (run.balancer, "update", "balance"), (run.qk_clip, "apply", "QK-clip"),
+        (run.balancer, "update", "balance"), (run.balancer, "_see", "balance"), (run.qk_clip, "apply", "QK-clip"),
         (Run, "collect_gradients", "copies"), (Run, "publish", "copies"),
-        (step_module, "_clip_gradients", "gradient norm"),
-        (step_module, "take_step", "data"), (step_module, "read_record", "metrics"),
+        (step_module, "_clip_gradients", "gradient norm"), (step_module, "source_sums", "metrics"),
+        (step_module, "read_records", "metrics"),
+        (decoder, "mix", "forward AttnRes"), (layer, "mix", "forward AttnRes"),
     ]  # fmt: skip
     for owner, name, phase in wanted:
-        if hasattr(owner, name):
-            stack.enter_context(mock.patch.object(owner, name, counter.wrap(getattr(owner, name), phase)))
-    stack.enter_context(mock.patch("baltoro.model.decoder.mix", counter.wrap(mix, "forward AttnRes")))
-    stack.enter_context(mock.patch("baltoro.model.layer.mix", counter.wrap(mix, "forward AttnRes")))
-    for balancer in (run.balancer,):
-        stack.enter_context(mock.patch.object(balancer, "_see", counter.wrap(balancer._see, "balance")))
+        stack.enter_context(mock.patch.object(owner, name, counter.wrap(getattr(owner, name), phase)))
     return stack
 
 
@@ -123,6 +120,7 @@ def main() -> None:
     found = []
     for tokens in args.tokens:
         sizes = [f"batch.tokens={tokens}", f"batch.micro_tokens={tokens}", 'device="cpu"', *args.changes]
+        sizes.append("data.prefetch=false")  # in this thread, where it is counted
         config = load_config(TrainConfig, args.recipe, sizes)
         stage = replace(config.stages[args.stage], until=1.0)
         run = Run.create(replace(config, stages=(stage,)))
@@ -132,7 +130,9 @@ def main() -> None:
 
 def _show(sizes: list[int], found: list[tuple[OpCounter, float]], names: int) -> None:
     phases = sorted({phase for counter, _ in found for phase in counter.ops})
-    print(f"{'phase':<18}" + "".join(f"{f'ops, {n} tokens':>20}{'launches':>10}{'waits':>7}{'copies':>8}" for n in sizes))
+    print(
+        f"{'phase':<18}" + "".join(f"{f'ops, {n} tokens':>20}{'launches':>10}{'waits':>7}{'copies':>8}" for n in sizes)
+    )
     for phase in [*phases, "all"]:
         row = f"{phase:<18}"
         for counter, _ in found:

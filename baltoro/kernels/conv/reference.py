@@ -51,7 +51,7 @@ class _ShortConv(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
         keep, acc = weight.shape[1] - 1, acc_dtype(x.dtype)
-        layout = _layout(spans, keep)
+        layout = layout_of(spans, keep)
         padded = x.new_zeros(len(x) + len(spans) * keep, x.shape[1]).index_copy_(0, layout.inputs, x)
         if history is not None:
             padded.index_copy_(0, layout.before.flatten(), history.flatten(0, 1))
@@ -60,7 +60,7 @@ class _ShortConv(torch.autograd.Function):
         mixed = wide[:num_out] * taps[0]
         for j, tap in enumerate(taps[1:], start=1):
             mixed.addcmul_(wide[j : j + num_out], tap)
-        points = _points(spans, borders, keep)
+        points = points_of(spans, borders, keep)
         ctx.save_for_backward(padded, weight, mixed, points)
         ctx.layout, ctx.has_history = layout, history is not None
         y = F.silu(mixed.index_select(0, layout.outputs)).to(x.dtype)
@@ -70,7 +70,7 @@ class _ShortConv(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor | None, d_after: Tensor | None) -> tuple[Tensor | None, ...]:
         padded, weight, mixed, points = ctx.saved_tensors
-        layout, keep = ctx.layout, weight.shape[1] - 1
+        layout = ctx.layout
         wide, taps = padded.to(mixed.dtype), weight.to(mixed.dtype).T.contiguous()
         d_padded, d_taps = torch.zeros_like(wide), torch.zeros_like(taps)
         if grad is not None:
@@ -101,7 +101,8 @@ class Layout(NamedTuple):
     before: Tensor
 
 
-def _layout(spans: Spans, keep: int) -> Layout:
+def layout_of(spans: Spans, keep: int) -> Layout:
+    """The rows of these spans, made once. `keep` = W-1."""
     return spans.once(("conv", keep), lambda found: Layout(*(t.to(found.device) for t in _rows(found, keep))))
 
 
@@ -112,7 +113,7 @@ def _rows(spans: Spans, keep: int) -> tuple[Tensor, Tensor, Tensor]:
     return torch.from_numpy(outputs + keep), torch.from_numpy(outputs), torch.from_numpy(before)
 
 
-def _points(spans: Spans, borders: Borders, keep: int) -> Tensor:
+def points_of(spans: Spans, borders: Borders, keep: int) -> Tensor:
     """int64 [N + B, W-1]: rows of the inputs before the end of each span, then before each border."""
 
     def make(found: Spans) -> Tensor:
