@@ -52,7 +52,8 @@ def train(
     stop_after_s: float | None = None,
     compact: Path | None = None,
 ) -> Run:
-    """Train to the last step, or until `stop_after_s` have passed: then to a checkpoint, to go on from it later.
+    """Train to the last step, or until `stop_after_s` have passed: then to a checkpoint, to go on from it later. With
+    0 only go to where the run stands.
 
     compact: folder for the compact form of every checkpoint; if `out` holds no run, go on from what lies there.
     Errors: ConfigError if `out` holds a run and `resume` is off.
@@ -64,7 +65,7 @@ def train(
     saved_at = time.monotonic()
     with (out / METRICS).open("a") as log:
         watch = _Watch(run, log, listener)
-        is_over = run.step >= config.steps
+        is_over = run.step >= config.steps or (stop_after_s is not None and stop_after_s <= 0)
         while not is_over:
             watch.saw(launch_step(run))
             now, is_last = time.monotonic(), run.step == config.steps
