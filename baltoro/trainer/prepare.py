@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from baltoro.kernels.conv.reference import layout_of, points_of
+from baltoro.kernels.kda.grid import CHUNK, Grid
 from baltoro.kernels.mla.padded import padding_of
 from baltoro.kernels.spans import Spans, map_tensors
 from baltoro.model.config import K3Config
@@ -114,4 +115,5 @@ def _warm(spans: Spans, config: K3Config) -> None:
     layout_of(spans, config.conv_size - 1)
     points_of(spans, (), config.conv_size - 1)
     padding_of(spans)
+    Grid.of(spans, CHUNK)
     _ = spans.positions, spans.offsets_device, spans.offsets_wide
