@@ -120,6 +120,4 @@ def _train(
                 losses = ", ".join(f"{name} {loss:.3f}" for name, loss in progress.held_out.items())
                 bar.console.print(f"step {record.step}: held-out loss {losses}")
 
-        return train_loop(
-            config, out, resume=resume, listener=show, stop_after_s=stop_after_s, compact=compact
-        )
+        return train_loop(config, out, resume=resume, listener=show, stop_after_s=stop_after_s, compact=compact)

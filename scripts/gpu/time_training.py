@@ -1,6 +1,6 @@
 """Time optimizer steps of a recipe on its corpora, for some batch sizes and stages: tokens a second, memory, losses.
 
-    python scripts/gpu/time_training.py --data data/tiny --tokens 65536 131072 --seconds 60
+python scripts/gpu/time_training.py --data data/tiny --tokens 65536 131072 --seconds 60
 """
 
 from __future__ import annotations
