@@ -1,7 +1,7 @@
 """A run small enough to carry: weights in bf16, the place in the data, and nothing else, in a few files.
 
-In: a Run. Out: `resume.part-K` files in a folder, each under PART_BYTES: together one zlib-packed body. A third of the
-bytes of a weight (its exponent) says little, so the two bytes are stored apart: about 11 bits a weight.
+In: a Run. Out: `resume.part-K` files in a folder, each under PART_BYTES, together one packed body; and the log. The
+exponent of a weight says little, so it is stored apart from the rest and packs well: about 11 bits a weight.
 What is lost: the low bits of the masters and the optimizers' moments, whose memory is about 20 steps; after reading,
 the moments begin at zero and the rate rises again over `run.RAMP_STEPS` steps. A checkpoint loses nothing: this form is
 for where one does not fit.
@@ -11,6 +11,7 @@ written beside their places and renamed, so a kill leaves at worst a mixture tha
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import json
 import zlib
@@ -30,6 +31,7 @@ from baltoro.trainer.run import Run
 VERSION = 1
 PART_BYTES = 12_000_000
 MAGIC = b"BALTORO-RESUME\n"
+LOG = "metrics.jsonl.gz"
 FULL_KEYS = ("e_score_correction_bias",)  # set by counting, not by gradients; their spacing is below bf16's
 
 
@@ -64,6 +66,19 @@ def read_compact(run: Run, folder: Path) -> None:
     if found:
         raise ConfigError(f"{folder} was written with other settings ({', '.join(found)})")
     run.restart(head["place"], dict(zip(names, values, strict=True)))
+
+
+def write_log(source: Path, folder: Path) -> None:
+    """The log beside the parts, packed."""
+    beside = folder / f"{LOG}.new"
+    beside.write_bytes(gzip.compress(source.read_bytes(), mtime=0))
+    beside.replace(folder / LOG)
+
+
+def read_log(folder: Path, target: Path) -> None:
+    """The log that came with the parts, unless there is one already."""
+    if not target.is_file() and (folder / LOG).is_file():
+        target.write_bytes(gzip.decompress((folder / LOG).read_bytes()))
 
 
 def _pack(run: Run) -> bytes:

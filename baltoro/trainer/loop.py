@@ -21,7 +21,7 @@ import torch
 from baltoro.config import dump
 from baltoro.errors import ConfigError
 from baltoro.trainer.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
-from baltoro.trainer.compact import has_compact, read_compact, write_compact
+from baltoro.trainer.compact import has_compact, read_compact, read_log, write_compact, write_log
 from baltoro.trainer.config import TrainConfig
 from baltoro.trainer.evaluate import evaluate
 from baltoro.trainer.record import Pending, StepRecord, read_records
@@ -78,6 +78,7 @@ def train(
                 save_checkpoint(run, out, keep=config.checkpoint.keep)
                 if compact is not None:
                     write_compact(run, compact)
+                    write_log(out / METRICS, compact)
                 saved_at = watch.began = time.monotonic()
     return run
 
@@ -130,6 +131,7 @@ def start(config: TrainConfig, out: Path, *, resume: bool, compact: Path | None 
         load_checkpoint(run, found)
     elif compact is not None and has_compact(compact):
         read_compact(run, compact)
+        read_log(compact, out / METRICS)
     (out / "config.json").write_text(json.dumps(dump(config), indent=1, default=str) + "\n")
     lines = (out / METRICS).read_text().splitlines(keepends=True) if (out / METRICS).is_file() else []
     (out / METRICS).write_text("".join(line for line in lines if _step_of(line) <= run.step))

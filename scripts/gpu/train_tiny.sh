@@ -9,7 +9,7 @@
 # Left in $OUT, seven files at most: resume.part-0..2 (anew every minute, so a killed call loses a minute), model.tar-aa
 # and -ab (the exported model, at the end), metrics.jsonl.gz, triton.tar.xz.
 # Between two calls: copy these files to .carry/ and name it in what travels. Triton's cache (/tmp/triton) comes along as
-# triton.tar.xz: the 118 s of tuning in the first step are paid once. It is packed at the end and once on the way.
+# triton.tar.xz: the 118 s of tuning in the first step are paid once. All is kept every minute.
 # At home: cat .carry/model.tar-* | tar x -C models/tiny
 # or, without a model file, from the compact form: baltoro train recipes/tiny.toml --set device=cpu --out runs/home
 #   --compact .carry --stop-after 0 --export models/tiny
@@ -26,22 +26,17 @@ resume=""
 if [ -d "$run/checkpoints" ]; then
   resume="--resume"
 else
-  cp "$carry"/resume.part-* "$out/" 2>/dev/null
-fi
-if [ -f "$carry/metrics.jsonl.gz" ] && [ ! -f "$run/metrics.jsonl" ]; then
-  mkdir -p "$run"
-  gzip -dc "$carry/metrics.jsonl.gz" > "$run/metrics.jsonl"
+  cp "$carry"/resume.part-* "$carry"/metrics.jsonl.gz "$out/" 2> /dev/null
 fi
 
-(sleep 150; pack_tuning) > /dev/null &
-packer=$!
+(while sleep "${KEEP_EVERY:-60}"; do pack_tuning; done) > /dev/null 2>&1 &
+keeper=$!
 left=$((limit - SECONDS - ${MARGIN:-40})) # the margin: imports before, export and packing after the steps
 echo "starting after $SECONDS s, $left s for steps"
 "$python" -m baltoro train "$recipe" --out "$run" --export "$run/model" --compact "$out" --stop-after "$left" \
   $resume "$@" 2>&1 | tr '\r' '\n' | grep -v '━'
 status=${PIPESTATUS[0]}
-kill "$packer" 2> /dev/null
-[ -f "$run/metrics.jsonl" ] && gzip -c "$run/metrics.jsonl" > "$out/metrics.jsonl.gz"
+kill "$keeper" 2> /dev/null
 if [ -f "$run/model/model.safetensors" ]; then
   tar c -C "$run/model" . | split -b 12000000 - "$out/model.tar-"
 fi

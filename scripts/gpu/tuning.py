@@ -19,12 +19,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 NEEDED = (".json", ".cubin", ".so")
-LIMIT_BYTES = 11_500_000
+LIMIT_BYTES = 5_500_000
 
 
 def pack(folder: Path, target: Path, *, limit: int = LIMIT_BYTES) -> str:
     """Write `target`, whole or not at all; returns what was packed."""
-    files = sorted(p for p in folder.rglob("*") if p.is_file() and p.suffix in NEEDED and not p.name.startswith("tmp"))
+    files = sorted(p for p in folder.rglob("*") if p.is_file() and p.suffix in NEEDED and not _is_unfinished(p, folder))
     choices = [p for p in files if p.name.endswith(".autotune.json")]
     for what, chosen in (("times and kernels", files), ("times", choices)):
         data = _archive(folder, chosen)
@@ -60,6 +60,11 @@ def _archive(folder: Path, files: Sequence[Path]) -> bytes:
             info.size = len(data)
             tar.addfile(info, io.BytesIO(data))
     return buffer.getvalue()
+
+
+def _is_unfinished(path: Path, folder: Path) -> bool:
+    """Triton writes into tmp.* folders and renames from there."""
+    return any(part.startswith("tmp") for part in path.relative_to(folder).parts)
 
 
 def _is_whole(path: Path) -> bool:
