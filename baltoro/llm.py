@@ -15,6 +15,8 @@ disk tier is still writing.
 from __future__ import annotations
 
 import itertools
+import signal
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -29,15 +31,17 @@ from baltoro.chat.grammar import chat_grammar
 from baltoro.chat.media import PictureConfig, expand_pads, preprocess
 from baltoro.chat.parser import parse
 from baltoro.chat.stop import cut_at_stop
-from baltoro.chat.tokenizer import MEDIA_PAD, Tokenizer
+from baltoro.chat.tokenizer import MEDIA_PAD, VOCAB_FILE, Tokenizer
 from baltoro.chat.xtml import render
-from baltoro.errors import ConfigError, QueueFull, RequestError
+from baltoro.errors import ConfigError, QueueFull, RequestError, UserError
 from baltoro.protocol.completion import Completion, TokenDelta, TopLogprob
 from baltoro.protocol.sampling import SamplingParams
 from baltoro.protocol.worker import MediaItem, Submit
 
 if TYPE_CHECKING:
+    from baltoro.engine.config import EngineConfig
     from baltoro.engine.engine import Engine
+    from baltoro.engine.publish import PublishOptions
 
 Prompt = str | Sequence[int]
 Conversation = Sequence[Mapping[str, Any]]
@@ -232,7 +236,7 @@ class LLM:
             prompt_logprobs=first.prompt_logprobs,
             prompt_top_logprobs=first.prompt_top_logprobs,
             num_cached_tokens=last.num_cached_tokens,
-            policy_version=last.policy_version,
+            policy_version=last.version,
             reasoning=parsed.reasoning,
             tool_calls=tuple({"id": c.id, "name": c.name, "arguments": c.arguments} for c in parsed.tool_calls),
             error=last.error,
@@ -257,6 +261,28 @@ class LLM:
             return parsed
         reasoning = None if parsed.reasoning is None else cut_at_stop(parsed.reasoning, stops)
         return Parsed(reasoning, cut_at_stop(parsed.content, stops), parsed.tool_calls)
+
+
+def engine_main(model_dir: str, config: EngineConfig, address: str, publish: PublishOptions) -> None:
+    """The entry of an engine's own process, for one program that drives it with ids; it ends with that program, and the
+    folder of `publish.path` with both. A model folder without a tokenizer has no stop strings and no grammars."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    from baltoro.engine.worker import end_with_parent, run_worker
+
+    end_with_parent(Path(publish.path).parent)
+    made = Factories(Tokenizer.load(model_dir)) if (Path(model_dir) / VOCAB_FILE).is_file() else None
+    try:
+        run_worker(
+            model_dir,
+            config,
+            address,
+            eos_ids=None if made is None else made.eos_ids,
+            stop_rules=None if made is None else made.stop_rule,
+            masks=None if made is None else made.mask,
+            publish=publish,
+        )
+    except UserError:
+        sys.exit(1)  # the other end was told why and says so
 
 
 @dataclass(frozen=True, slots=True)

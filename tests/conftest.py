@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
-import hypothesis
 import pytest
 import torch
 
@@ -13,8 +13,11 @@ from baltoro.config import environment
 
 # The same examples on every machine: a run says something about the change under test, not about the day's luck. New
 # ones are looked for by `pytest --hypothesis-profile=default` and by the nightly set.
-hypothesis.settings.register_profile("same", derandomize=True)
-hypothesis.settings.load_profile("same")
+if find_spec("hypothesis") is not None:  # the interpreter's environment has none
+    import hypothesis
+
+    hypothesis.settings.register_profile("same", derandomize=True)
+    hypothesis.settings.load_profile("same")
 
 
 @pytest.fixture(autouse=True)

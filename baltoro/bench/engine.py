@@ -57,13 +57,14 @@ def engine_summary(found: Sequence[EngineRound]) -> dict[str, Any]:
     }
 
 
-def overlap_pairs(folder: Path, *, rounds: int = 5) -> dict[str, Any]:
-    """Tokens/s of one stream and of sixteen, plain and overlapped, in interleaved rounds; medians of the ratios."""
+def overlap_pairs(folder: Path, *, rounds: int = 10) -> dict[str, Any]:
+    """Tokens/s of one stream and of sixteen, plain and overlapped, in interleaved rounds, each first as often as the
+    other; medians of the ratios."""
     engines = {name: LLM(folder, dtype="float32", overlap=name == "overlapped") for name in ("plain", "overlapped")}
     samples: dict[str, list[EngineRound]] = {name: [] for name in engines}
-    for _ in range(rounds):
-        for name, llm in engines.items():
-            samples[name] += engine_rounds(llm, rounds=1)
+    for number in range(rounds):
+        for name in list(engines)[:: -1 if number % 2 else 1]:
+            samples[name] += engine_rounds(engines[name], rounds=1)
     pairs = list(zip(samples["plain"], samples["overlapped"], strict=True))
     ratios = {
         "one_tokens_per_s": median([b.one_tokens_per_s / a.one_tokens_per_s for a, b in pairs]),

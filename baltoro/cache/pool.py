@@ -23,11 +23,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
 import torch
 from torch import Tensor
 
+from baltoro.cache.arena import Arena
 from baltoro.errors import ConfigError
+from baltoro.kernels.dispatch import kernels_for
 
 ALIGNMENT = 64  # bytes; every part of a slot, and every slot, starts on a multiple
 POISON = 0xFF  # a float of any width whose bytes are all ones is NaN
@@ -189,7 +192,8 @@ class UnifiedShape:
 class Pool:
     """The arena. Written by forwards through its views, and by the runner through the copies of a plan.
 
-    `arena`: uint8 [shape.total_bytes] that exists already (a file, shared memory).
+    `arena`: uint8 [shape.total_bytes] that exists already (a file, shared memory); without it `memory` owns the bytes,
+    which can then be given back for a while.
     """
 
     def __init__(
@@ -201,7 +205,9 @@ class Pool:
     ) -> None:
         self.shape = shape
         self.layout = shape.layout
-        self.arena = torch.empty(shape.total_bytes, dtype=torch.uint8, device=device) if arena is None else arena
+        self.memory = Arena(shape.total_bytes, device) if arena is None else None
+        self.arena = self.memory.bytes if self.memory is not None else cast(Tensor, arena)
+        self._copy_blocks = kernels_for(self.arena.device).copy_blocks
         self._slots = self._blocks(shape.num_slot_ids, shape.layout.slot_bytes, shape.slots_base)
         self._pages = self._blocks(shape.num_page_ids, shape.layout.page_bytes, 0)
 
@@ -275,8 +281,8 @@ class Pool:
             if last == first + 1:
                 blocks[targets[first]] = blocks[sources[first]]
                 continue
-            found = blocks.index_select(0, self._index(sources[first:last]))
-            blocks.index_copy_(0, self._index(targets[first:last]), found)
+            index = self._index([*sources[first:last], *targets[first:last]])  # one way to the device
+            self._copy_blocks(blocks, index[: last - first], index[last - first :])
 
     def _index(self, ids: Sequence[int]) -> Tensor:
         """int64 on the arena's device, without waiting for it."""
@@ -287,14 +293,15 @@ class Pool:
 
 
 def _batches(sources: Sequence[int], targets: Sequence[int], most: int) -> Iterator[tuple[int, int]]:
-    """Cut pairs into runs [first, last) in which all reads may come before all writes: no pair reads or writes what an
-    earlier one of the run has written."""
-    first, written = 0, set[int]()
+    """Cut pairs into runs [first, last) that may be made in any order: no pair reads or writes what an earlier one of
+    the run has written, or writes what an earlier one reads."""
+    first, written, read = 0, set[int](), set[int]()
     for at, (source, target) in enumerate(zip(sources, targets, strict=True)):
-        if source in written or target in written or at - first == most:
+        if source in written or target in written or target in read or at - first == most:
             yield first, at
-            first, written = at, set()
+            first, written, read = at, set(), set()
         written.add(target)
+        read.add(source)
     if first < len(targets):
         yield first, len(targets)
 

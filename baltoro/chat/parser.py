@@ -86,6 +86,11 @@ class StreamParser:
         self._out: list[Event] = []
         self.num_calls = 0
 
+    @property
+    def is_thinking(self) -> bool:
+        """Whether what comes next is a thought."""
+        return self._place is Place.THINK
+
     def push(self, ids: Sequence[int]) -> list[Event]:
         """Take the next ids."""
         for token in ids:

@@ -19,10 +19,12 @@ VERBS = {
     "chat": "Talk to a model in the terminal.",
     "generate": "Complete prompts offline.",
     "train": "Train a model from a recipe.",
+    "rl": "Improve a model by reinforcement learning on tasks that judge themselves.",
     "inspect": "Check every tensor name, shape and byte of a checkpoint or index.",
     "sizes": "Parameters, bytes per token and per request, what fits into memory.",
     "convert": "Rewrite a checkpoint: quantise, dequantise, reshard.",
     "explain": "Which kernel runs where, and why.",
+    "compare": "What two builds or layouts compute, tensor by tensor, and where they part.",
     "bench": "Measure.",
     "cache-trace": "Replay a request trace against the memory, without a model.",
 }

@@ -196,6 +196,39 @@ def cache(
     print(f"wrote {json}")
 
 
+@app.command()
+def kernels(
+    peers: Annotated[bool, typer.Option("--peers", help="Also the peers that are installed.")] = False,
+    only: Annotated[str, typer.Option(help="Of kda, mla, attnres, moe, with commas between them; none: all.")] = "",
+    json: Annotated[Path, typer.Option(help="File to write.")] = Path("bench/results/kernels.json"),
+) -> None:
+    """Times of kernels on a CUDA device, against floors of the same run; each is checked before it is timed.
+
+    Example:
+
+        baltoro bench kernels --peers --only moe
+    """
+    from dataclasses import asdict
+
+    import torch
+
+    from baltoro.bench.kernels import measure
+    from baltoro.bench.record import write_record
+
+    wanted = [name.strip() for name in only.split(",") if name.strip()]
+    ceilings, figures = measure(wanted, with_peers=peers)
+    print(f"copy {ceilings.bytes_per_s / 1e12:.2f} TB/s, bf16 product {ceilings.flops_per_s / 1e12:.0f} TFLOP/s")
+    rows = []
+    for figure in figures:
+        shares = "".join(f", {peer} {time:.1f} us" for peer, time in figure.peers.items())
+        error = "" if figure.error is None else f", error {figure.error:.1e}"
+        print(f"{figure.name}: {figure.time_us:.1f} us, {figure.over_floor:.2f} x floor{error}{shares}")
+        rows.append(asdict(figure))
+    settings = {"only": wanted, "peers": peers, "device": torch.cuda.get_device_name()}
+    write_record(json, "kernels", settings, {"ceilings": asdict(ceilings), "figures": rows})
+    print(f"wrote {json}")
+
+
 def _print_cache(results: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table

@@ -8,16 +8,18 @@ however that ends; Ctrl-C in the terminal is left to the server, which decides.
 from __future__ import annotations
 
 import multiprocessing
-import os
 import shutil
 import signal
 import sys
 import tempfile
-import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
+
+from rich.console import Console
+from rich.progress import Progress
 
 from baltoro.errors import UserError
 from baltoro.observe import setup_logging
@@ -85,12 +87,12 @@ class EngineProcess:
 def engine_main(model_dir: str, config: EngineConfig, address: str, log_options: LogOptions) -> None:
     """The process. What `chat` makes of stop strings and grammars goes to an engine that speaks ids only."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    _end_with_parent()
     log_options.apply()
     from baltoro.chat.factories import Factories
     from baltoro.chat.tokenizer import Tokenizer
-    from baltoro.engine.worker import run_worker
+    from baltoro.engine.worker import end_with_parent, run_worker
 
+    end_with_parent()
     try:
         factories = Factories(Tokenizer.load(model_dir))
         run_worker(
@@ -100,18 +102,22 @@ def engine_main(model_dir: str, config: EngineConfig, address: str, log_options:
             eos_ids=factories.eos_ids,
             stop_rules=factories.stop_rule,
             masks=factories.mask,
+            report=capture_bar(),
         )
     except UserError:
         sys.exit(1)  # the server was told why and says so; a traceback would only hide it
 
 
-def _end_with_parent() -> None:
-    """End this process when the one that started it is gone, even if that was killed."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
+def capture_bar() -> Callable[[int, int], None]:
+    """A bar on stderr that is there while CUDA graphs are captured."""
+    bar = Progress(console=Console(stderr=True), transient=True)
+    task = bar.add_task("capturing graphs")
 
-    def wait() -> None:
-        parent.join()
-        os._exit(1)
+    def report(done: int, total: int) -> None:
+        if done == 1:
+            bar.start()
+        bar.update(task, completed=done, total=total)
+        if done == total:
+            bar.stop()
 
-    threading.Thread(target=wait, name="parent-watch", daemon=True).start()
+    return report

@@ -3,11 +3,13 @@
 In: adapters by name, requests that come and go. Out: the version a request gets, the slot it runs with, and the
 installs that come due; the runner copies them, in the order of the plans, before the layers run.
 Life of a version: loaded -> (retired when a newer one of its name comes, or when it is unloaded) -> gone once its last
-user has ended. A request keeps the version it was admitted with from its first token to its last.
+user has ended. A request keeps the version it was admitted with from its first token to its last, unless it is carried
+over to a newer one (`carry`).
 Invariants: every load is a new version, and the namespace of the prefix cache holds its content digest and its number,
-so no prefix of another version is ever found; a running request's version stays in its slot; a slot changes hands only
-between plans, and what an earlier plan still reads was queued before; a version whose host copy is gone is refused
-although its slot may still hold it; a request that waits for a slot lets only those pass that need none.
+so no prefix of another version is ever found, and a namespace that was given before is refused; a running request's
+version stays in its slot; a slot changes hands only between plans, and what an earlier plan still reads was queued
+before; a version whose host copy is gone is refused although its slot may still hold it; a request that waits for a
+slot lets only those pass that need none.
 Single writer: the engine's thread. Source: spec/training.md B.2 (8, 9, 10, 12), G.
 """
 
@@ -87,23 +89,67 @@ class AdapterBook:
         self._installs: list[Install] = []
         self._num_loads = 0
         self._clock = 0
+        self._namespaces: set[str] = set()  # every one that was ever given
 
     # ---- names ---------------------------------------------------------------------------------------------------
-    def load(self, name: str, weights: Adapter, source: str) -> AdapterVersion:
-        """A new version of `name`; requests from now on get it, those that run keep theirs. Errors: ConfigError where
-        no slots were asked for, RequestError for a name that cannot be selected."""
+    def load(
+        self, name: str, weights: Adapter, source: str, *, number: int | None = None, digest: str | None = None
+    ) -> AdapterVersion:
+        """A new version of `name`; requests from now on get it, those that run keep theirs. `number`: of the version,
+        where its maker counts; `digest` of the weights, where it is known.
+
+        Errors: ConfigError where no slots were asked for, RequestError for a name that cannot be selected, or a number
+        that is not above that of the version which serves.
+        """
         self.check_open()
         check_name(name)
-        self._num_loads += 1
+        serves = self._by_name[name].number if name in self._by_name else 0
+        number = max(self._num_loads, serves) + 1 if number is None else number
+        if number <= serves:
+            raise RequestError(f"version {number} of adapter {name!r} is not newer than {serves}, which serves")
         version = AdapterVersion(
-            name, self._num_loads, weights.digest(), weights.rank, weights.num_bytes, source, weights
+            name, number, digest or weights.digest(), weights.rank, weights.num_bytes, source, weights
         )
+        if version.namespace in self._namespaces:
+            raise RequestError(f"prefixes of {version.namespace} may be cached: a version needs a namespace of its own")
+        self._namespaces.add(version.namespace)
+        self._num_loads = max(self._num_loads + 1, number)
         self._touch(version)
         if name in self._by_name:
             self._retire(self._by_name[name])
         self._by_name[name] = version
         self._limit_host()
         return version
+
+    def latest(self, name: str) -> AdapterVersion | None:
+        """The version that new requests get, usable or not; None if there is none."""
+        return self._by_name.get(name)
+
+    def carry(
+        self, old: AdapterVersion | None, new: AdapterVersion, requests: Iterable[Request], running: Sequence[Request]
+    ) -> list[Request]:
+        """Requests of `old` (None: of the base) go on with `new`, in the slot where `old` lay. Out: those that do; none
+        if some of them run and every slot is held by others. Nothing may be in flight."""
+        moved = [request for request in requests if request.adapter is old]
+        needs_slot = any(request.adapter is old for request in running)
+        place = self._slots.index(old) if old is not None and old in self._slots else None
+        if needs_slot and place is None:
+            held = self._held(running)
+            place = next((i for i, one in enumerate(self._slots) if one is None or one not in held), None)
+            if place is None:
+                return []
+        runs = {id(request) for request in running}
+        for request in moved:
+            request.adapter = new
+            request.adapter_slot = place + 1 if place is not None and id(request) in runs else 0
+        new.num_users += len(moved)
+        if needs_slot and place is not None and new.weights is not None:
+            self._slots[place] = new
+            self._installs.append(Install(place + 1, new.weights))
+        if old is not None:
+            old.num_users -= len(moved)
+            self._settle(old)
+        return moved
 
     def unload(self, name: str) -> AdapterVersion:
         """No new request gets it; it is gone (`is_gone`) once its users have ended. Errors: RequestError."""

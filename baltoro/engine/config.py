@@ -45,7 +45,10 @@ class EngineConfig:
     max_loaded_loras  adapters kept in host memory; 0 is no limit. The longest unused is dropped and refused from then
                       on
     lora_modules      adapters to load at the start, NAME=PATH
+    base_path         write the base to this file (in /dev/shm, say) and work on the mapped bytes, which a trainer on
+                      this machine can map too; empty: keep it in this process
     max_logit_rows    rows whose logits one step may hold for prompt logprobs (each is vocab_size values)
+    graph_batch       steps of up to so many decodes are captured as CUDA graphs at the start; 0 is off
     retract_every     debugging: take the memory of one running request every so many steps; 0 is off
     is_poisoned       debugging: fill memory that changes hands with NaN
     """
@@ -75,10 +78,12 @@ class EngineConfig:
     lora_experts: bool = True
     max_loaded_loras: int = 0
     lora_modules: tuple[str, ...] = ()
+    base_path: str = ""
     max_logit_rows: int = 256
     dtype: str = "auto"
     device: str = "cpu"
     seed: int = 0
+    graph_batch: int = 0
     retract_every: int = 0
     is_poisoned: bool = False
 
@@ -105,6 +110,9 @@ class EngineConfig:
             value = getattr(self, name)
             _need(value == "auto" or value >= 1, name, value, 'must be "auto" or at least 1')
         _need(self.dtype in DTYPES, "dtype", self.dtype, f"must be one of {', '.join(DTYPES)}")
+        _need(self.graph_batch >= 0, "graph_batch", self.graph_batch, "must be 0 (off) or a number of decodes")
+        is_on_gpu = self.device.startswith("cuda")
+        _need(is_on_gpu or not self.graph_batch, "graph_batch", self.graph_batch, "needs a GPU: set device to cuda")
         _need(self.retract_every >= 0, "retract_every", self.retract_every, "must be 0 (off) or a number of steps")
         _need(self.seed >= 0, "seed", self.seed, "must not be negative")
 

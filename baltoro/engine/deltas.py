@@ -7,7 +7,7 @@ from baltoro.engine.request import Ending, Request
 from baltoro.protocol.completion import TokenDelta, TopLogprob
 
 
-def make_delta(request: Request, found: Found | None, ending: Ending | None, policy_version: int) -> TokenDelta:
+def make_delta(request: Request, found: Found | None, ending: Ending | None, version: int) -> TokenDelta:
     """`found` is None when a request ends without a token, `ending` None when it goes on. Called before the next token
     is taken: the first token of a request carries the prompt's logprobs."""
     is_first = found is not None and request.num_output == 1
@@ -25,7 +25,7 @@ def make_delta(request: Request, found: Found | None, ending: Ending | None, pol
         num_trimmed=0 if ending is None else ending.num_trimmed,
         num_prompt_tokens=request.num_prompt,
         num_cached_tokens=request.hold.num_cached or 0,
-        policy_version=policy_version,
+        version=version,
         error=None if ending is None else ending.error,
         error_status=None if ending is None else ending.error_status,
     )

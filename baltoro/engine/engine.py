@@ -10,15 +10,19 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Collection
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 
 import msgspec
 import torch
 
+from baltoro.cache.pages import pages_for
 from baltoro.engine.adapters import AdapterBook, AdapterVersion, parse_modules
 from baltoro.engine.assemble import build_memory
+from baltoro.engine.base import base_facts, share_model, trim_heap
 from baltoro.engine.config import EngineConfig
+from baltoro.engine.graphs import CudaBackend, Report
 from baltoro.engine.loop import Loop
 from baltoro.engine.media import media_runs
 from baltoro.engine.numbers import engine_numbers
@@ -32,9 +36,11 @@ from baltoro.errors import ConfigError, ContextLengthError, RequestError
 from baltoro.model.adapter import Adapter, load_adapter
 from baltoro.model.decoder import K3Model
 from baltoro.model.lora import AdapterBank, add_adapters
+from baltoro.observe import resident_bytes
 from baltoro.protocol.completion import TokenDelta
 from baltoro.protocol.sampling import SamplingParams, StopRule, TokenMask
 from baltoro.protocol.worker import Submit
+from baltoro.transfer.shared_base import SharedBase
 
 StopRules = Callable[[SamplingParams], StopRule | None]
 Masks = Callable[[Submit], TokenMask | None]
@@ -55,9 +61,14 @@ class Engine:
         eos_ids: Collection[int] | None = None,
         stop_rules: StopRules | None = None,
         masks: Masks | None = None,
+        base: SharedBase | None = None,
+        report: Report | None = None,
     ) -> None:
-        """`dtype`: of the activations, default as the config resolves it. `eos_ids`: default the model config's."""
+        """`dtype`: of the activations, default as the config resolves it. `eos_ids`: default the model config's.
+        `base`: what the model is mapped from, if it is; its files go with the engine. `report`: told how many CUDA
+        graphs are captured, of how many."""
         self.config = config
+        self.base = base
         self.model_config = model.config
         self.dtype = dtype = dtype or resolve_dtype(config)
         self.bank = _bank(model, config)  # before memory is planned: it takes some
@@ -66,9 +77,11 @@ class Engine:
         self.pool, memory, host = build_memory(config, model, self.plan, dtype)
         self.adapters = AdapterBook(config.max_loras, max_loaded=config.max_loaded_loras)
         self.scheduler = Scheduler(config, memory, max_running=self.plan.max_running, adapters=self.adapters)
-        self.runner = Runner(
-            model, self.pool, config.device, host=host, has_thread=self.plan.is_overlapped, bank=self.bank
-        )
+        self.runner = Runner(model, self.pool, config.device, host=host, bank=self.bank)
+        if config.graph_batch:
+            largest = min(config.graph_batch, self.plan.max_running)
+            most = pages_for(self.plan.max_context, config.page_size)
+            self.runner.capture(largest, most, CudaBackend(), report)
         self.loop = Loop(self.scheduler, self.runner, is_overlapped=self.plan.is_overlapped)
         self._eos_ids = frozenset(eos_ids if eos_ids is not None else (model.config.eos_token_id,))
         self._stop_rules, self._masks = stop_rules, masks
@@ -102,6 +115,7 @@ class Engine:
                 tokens=array("q", submit.token_ids),
                 adapter=adapter,
                 namespace=namespace_of(prefix, submit.cache_salt, self.scheduler.policy_version),
+                cache_salt=submit.cache_salt,
                 num_prompt=len(submit.token_ids),
                 max_tokens=max_tokens,
                 prompt_ids=prompt_ids,
@@ -152,10 +166,29 @@ class Engine:
         Errors: ConfigError without adapter slots, WeightsError that names the tensor, RequestError for a bad name.
         """
         self.adapters.check_open()
-        assert self.bank is not None
         weights = source if isinstance(source, Adapter) else load_adapter(source, self.model_config)
-        self.bank.check(weights)
+        self.check_adapter(weights)
         return self.adapters.load(name, weights, "" if isinstance(source, Adapter) else str(source))
+
+    def publish(self, name: str, number: int, weights: Adapter, digest: str, *, is_carrying: bool) -> AdapterVersion:
+        """Version `number` of `name`, from now on; nothing is aborted. Running requests keep the old one, or, with
+        `is_carrying`, go on with the new one from their next token. Weights that `check_adapter` let pass.
+
+        Errors: as `load_adapter`, with the old version untouched.
+        """
+        old = self.adapters.latest(name)
+        if is_carrying:
+            self.loop.settle()  # the step in flight is the old version's
+        new = self.adapters.load(name, weights, "published", number=number, digest=digest)
+        if is_carrying:
+            self.scheduler.carry(old, new)
+        return new
+
+    def check_adapter(self, weights: Adapter) -> None:
+        """Whether there are slots, and whether it fits into one. Errors: ConfigError, WeightsError."""
+        self.adapters.check_open()
+        assert self.bank is not None
+        self.bank.check(weights)
 
     def unload_adapter(self, name: str) -> AdapterVersion:
         """Refuse it from now on; `is_gone` of what comes back says when its running users have ended. Errors:
@@ -172,10 +205,35 @@ class Engine:
         """Advance by one step. Errors: InvariantError."""
         return self.loop.step()
 
+    @property
+    def is_asleep(self) -> bool:
+        return self.scheduler.is_asleep
+
+    def sleep(self) -> dict[str, int]:
+        """Give the arena's memory back until `wake`. Running requests go back to the line and are computed again;
+        prefixes on the device are forgotten, those of the host tier kept; weights and adapters stay. Requests may come,
+        and wait. Out: bytes given back (0 if it slept already), and how much less is resident."""
+        before = resident_bytes()
+        if not self.is_asleep:
+            self.loop.settle()
+            plan = self.scheduler.sleep()
+            self.scheduler.commit(plan, self.runner.run(plan))
+        given = self.pool.memory.give_back() if self.pool.memory is not None else 0
+        return {"given_back_bytes": given, "resident_bytes": before - resident_bytes() if given else 0}
+
+    def wake(self) -> dict[str, int]:
+        """Have the arena again, at the same addresses on a CPU, and go on. Out: bytes taken (0 if it was awake)."""
+        taken = self.pool.memory.take() if self.pool.memory is not None else 0
+        if taken and self.config.is_poisoned:
+            self.pool.poison()
+        self.scheduler.wake()
+        return {"taken_bytes": taken}
+
     def close(self) -> None:
-        """Let go of the runner's thread; nothing may be stepped afterwards."""
-        self.runner.close()
+        """Let go of the tiers and of the base's name; nothing may be stepped afterwards."""
         self.scheduler.memory.close()
+        if self.base is not None:
+            self.base.remove()
 
     def flush(self) -> None:
         """Forget cached prefixes in every tier. What running requests stand on stays theirs, and can be found, until
@@ -206,7 +264,8 @@ class Engine:
             "dtype": str(self.dtype).removeprefix("torch."),
         }
         described = {"model": facts, "memory": self.plan.describe(), "config": asdict(self.config)}
-        return described | {"adapters": self.adapters.facts()}
+        base = {} if self.base is None else {"base": base_facts(self.base)}
+        return described | {"adapters": self.adapters.facts(), **base}
 
 
 def _bank(model: Model, config: EngineConfig) -> AdapterBank | None:
@@ -224,10 +283,20 @@ def load_engine(
     eos_ids: Collection[int] | None = None,
     stop_rules: StopRules | None = None,
     masks: Masks | None = None,
+    report: Report | None = None,
 ) -> Engine:
     """An engine on the model of a folder. Errors: ConfigError, WeightsError."""
     from baltoro.model.weights import load_model
 
-    dtype = resolve_dtype(config)
+    dtype, base = resolve_dtype(config), None
     model = load_model(model_dir, dtype=dtype, device=config.device).merge()
-    return Engine(model, config, dtype=dtype, eos_ids=eos_ids, stop_rules=stop_rules, masks=masks)
+    with ExitStack() as undo:
+        if config.base_path:
+            model, base = share_model(model, config.base_path)
+            undo.callback(base.remove)
+            trim_heap()
+        engine = Engine(
+            model, config, dtype=dtype, eos_ids=eos_ids, stop_rules=stop_rules, masks=masks, base=base, report=report
+        )
+        undo.pop_all()
+    return engine

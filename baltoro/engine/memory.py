@@ -20,7 +20,7 @@ from baltoro.engine.batch import Draft, Move
 from baltoro.engine.ledger import Ledger
 from baltoro.engine.prefix import Found, PrefixCache
 from baltoro.engine.request import DueSnapshot, Places, Request
-from baltoro.errors import InvariantError
+from baltoro.errors import InvariantError, LeakError
 
 
 class Memory:
@@ -199,6 +199,19 @@ class Memory:
         """Forget every prefix that nobody stands on."""
         if self.cache is not None:
             self.cache.flush()
+
+    def leave_device(self) -> None:
+        """Nobody runs any more: forget every prefix of the device. Errors: LeakError if something is still held."""
+        if self.cache is not None:
+            self.cache.leave_device()
+        if self.books.pages.num_used or self.books.slots.num_used:
+            raise LeakError(f"{self.books.pages.num_used} pages, {self.books.slots.num_used} slots are held by nobody")
+
+    def move(self, request: Request, namespace: bytes) -> None:
+        """Prefixes of `request` are found under `namespace` from now on."""
+        if self.cache is not None:
+            self.cache.move(request, namespace)
+        request.namespace = namespace
 
     def close(self) -> None:
         """Finish what slower tiers are writing."""

@@ -266,6 +266,14 @@ class PrefixCache:
             hold.pin = None
         return had_any
 
+    def move(self, request: Request, namespace: bytes) -> None:
+        """What `request` leaves behind from now on is found under `namespace` alone, and nothing of the old is held."""
+        self.shed(request)
+        hold = request.hold
+        hold.branch = hold.depth = hold.state_depth = hold.num_asks = 0
+        hold.loading = set()
+        request.namespace = namespace
+
     def give_up(self, num_pages: int, num_slots: int) -> None:
         """Evict, oldest first, until so much can be taken, or nothing is left that may go."""
         self._put_aside(self.tree.evict_for(num_pages, num_slots))
@@ -274,8 +282,12 @@ class PrefixCache:
         if self.tier is not None:
             self.tier.put_aside(evicted)
 
-    def flush(self) -> None:
+    def leave_device(self) -> None:
+        """Forget what is on the device; slower tiers keep what they have."""
         self.tree.flush()
+
+    def flush(self) -> None:
+        self.leave_device()
         if self.tier is not None:
             self.tier.flush()
 
@@ -360,6 +372,11 @@ def spell(tokens: array[int], media: tuple[MediaRun, ...]) -> array[int]:
             place = blake2b(picture.digest(), digest_size=8, key=(at - run.first).to_bytes(4, "little")).digest()
             ids[at] = -1 - (int.from_bytes(place, "little") >> 1)
     return ids
+
+
+def carried_namespace(version: str, request: Request) -> bytes:
+    """Of KV and states that several versions made, `version` the last: this request's alone."""
+    return repr(("carried", version, request.arrival, request.index)).encode()
 
 
 def namespace_of(adapter: str | None, salt: str, policy_version: int) -> bytes:

@@ -132,11 +132,13 @@ class Request:
     """Siblings that wait for this one to compute the prompt they share."""
 
     adapter: AdapterVersion | None = None
-    """The version it has from its first token to its last; None is the base."""
+    """The version that its next token comes from; None is the base."""
     adapter_slot: int = 0
     """Where that version lies while the request runs; 0 for the base."""
     namespace: bytes = b""
-    """Prefixes are shared only within one: adapter version, cache salt, policy version."""
+    """Prefixes are shared only within one: adapter version, cache salt, policy version. One that was carried from
+    version to version has one of its own."""
+    cache_salt: str = ""
 
     state: State = State.WAITING
     num_computed: int = 0

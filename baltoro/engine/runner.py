@@ -4,13 +4,13 @@ In: plans, in order. Out: one Ticket each, whose `wait` gives the Result. Writes
 what the layers write, then the copies that come behind them.
 Invariants: everything it needs is in the plan, but for sampled ids that never left the device: a plan made while
 another was in flight names them by their place among that one's draws. Plans run one after the other on one stream.
-With a thread of its own, `launch` returns at once; without one it returns when the step is done.
+`launch` returns when all is queued: on a GPU long before the step is done, on a CPU, which is host and device in one,
+when it is done. A thread for the CPU was tried: handing over and sharing the interpreter cost more than it hid.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate
 from typing import Protocol
 
@@ -22,6 +22,7 @@ from baltoro.cache.host_store import HostStore
 from baltoro.cache.pool import Pool
 from baltoro.engine import sampler
 from baltoro.engine.batch import Plan, Result, Scored, Span, num_pages
+from baltoro.engine.graphs import Backend, DecodeGraphs, Report
 from baltoro.engine.media import build_media
 from baltoro.engine.moves import Mover
 from baltoro.kernels.precision import acc_dtype
@@ -71,36 +72,24 @@ class Runner:
         device: str | torch.device,
         *,
         host: HostStore | None = None,
-        has_thread: bool = False,
         bank: AdapterBank | None = None,
     ) -> None:
         self.model = model
+        self.graphs: DecodeGraphs | None = None
         self._bank = bank
         self.pool = pool
         self.device = torch.device(device)
         self.views = cache_views(pool)
         self._mover = Mover(pool, host)
         self._ids: Tensor | None = None  # drawn by the last plan issued
-        self._thread: ThreadPoolExecutor | None = None
-        if has_thread:  # torch counts threads per calling thread
-            threads = torch.get_num_threads()
-            self._thread = ThreadPoolExecutor(1, "runner", initializer=torch.set_num_threads, initargs=(threads,))
 
     def launch(self, plan: Plan) -> Ticket:
         """Start one step."""
-        if self._thread is None:
-            return _Done(self._issue(plan))
-        future = self._thread.submit(self._issue, plan)
-        return _Done(lambda: future.result()())
+        return _Done(self._issue(plan))
 
     def run(self, plan: Plan) -> Result:
         """One step, from beginning to end."""
         return self.launch(plan).wait()
-
-    def close(self) -> None:
-        """Wait for what is under way and let the thread go."""
-        if self._thread is not None:
-            self._thread.shutdown()
 
     @torch.inference_mode()
     def _issue(self, plan: Plan) -> Callable[[], Result]:
@@ -112,7 +101,7 @@ class Runner:
         rows, targets = _logit_rows(plan.spans)
         if not plan.spans:
             return lambda: Result(())
-        logits = self.model(self.context(plan, rows + targets))
+        logits = self._forward(plan, rows + targets)
         self._mover.move(plan.after)
         logits = logits.to(acc_dtype(logits.dtype))
         draws = [span.draw for span in plan.spans if span.draw is not None]
@@ -137,6 +126,26 @@ class Runner:
             return Result(found, [Scored(*score.lists()) for score in scores])
 
         return finish
+
+    def capture(self, max_batch: int, max_pages: int, backend: Backend, report: Report | None = None) -> None:
+        """From now on plans of at most `max_batch` decodes, and of `max_pages` pages each, replay captured steps."""
+        self.graphs = DecodeGraphs(
+            self.model,
+            self.views,
+            page_size=self.pool.layout.page_size,
+            max_pages=max_pages,
+            max_batch=max_batch,
+            device=self.device,
+            backend=backend,
+            report=report,
+        )
+
+    def _forward(self, plan: Plan, rows: list[int]) -> Tensor:
+        """Logits of the rows wanted: a replay where a graph fits, else a forward."""
+        size = None if self.graphs is None else self.graphs.size_for(plan)
+        if self.graphs is None or size is None:
+            return self.model(self.context(plan, rows))
+        return self.graphs.run(plan, self._tokens(plan.spans), size)
 
     def context(self, plan: Plan, logit_rows: list[int]) -> ForwardContext:
         """What the model is told about the step."""

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from baltoro.engine.batch import Draw, Found
+from baltoro.kernels.dispatch import kernels_for
 from baltoro.kernels.sample import reference as kernel
 from baltoro.protocol.completion import TopLogprob
 
@@ -151,9 +152,10 @@ def _draw(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
     scaled = logits / column([draw.params.temperature for draw in draws]).unsqueeze(1)
     top_k = torch.tensor([max(draw.params.top_k, 0) for draw in draws], device=device)
     top_p = column([draw.params.top_p for draw in draws])
-    lowest = kernel.floor(scaled, top_k, top_p, column([draw.params.min_p for draw in draws]))
+    min_p = column([draw.params.min_p for draw in draws])
     numbers = [uniform(draw.seed, draw.position) for draw in draws]
-    return kernel.draw(scaled, lowest, torch.tensor(numbers, dtype=torch.float64, device=device))
+    numbers_there = torch.tensor(numbers, dtype=torch.float64, device=device)
+    return kernels_for(device).sample(scaled, top_k, top_p, min_p, numbers_there)
 
 
 def _edit(row: Tensor, draw: Draw) -> None:

@@ -19,12 +19,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 
-from baltoro.engine.adapters import AdapterBook
+from baltoro.engine.adapters import AdapterBook, AdapterVersion
 from baltoro.engine.batch import Found, Plan, PlanBuilder, Result, Span
 from baltoro.engine.classes import LongShort
 from baltoro.engine.config import EngineConfig
 from baltoro.engine.deltas import make_delta
 from baltoro.engine.memory import Memory
+from baltoro.engine.prefix import carried_namespace, namespace_of
 from baltoro.engine.queue import Headroom, WaitingLine, insert_in_order, remove_in_order
 from baltoro.engine.request import Ending, Request, State
 from baltoro.errors import InvariantError, UserError
@@ -63,6 +64,7 @@ class Scheduler:
         self.counts = Counts()
         self.policy_version = 0
         self.wants_quiet = False
+        self.is_asleep = False
         self.classes = LongShort(config, memory.books.pages.count * memory.page_size)
         self.adapters = adapters or AdapterBook()
         self._alive: dict[str, list[Request]] = {}
@@ -74,8 +76,8 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether anything waits, runs or is to be told."""
-        return bool(self._alive or self._deltas or self._leaving)
+        """Whether anything waits, runs or is to be told; who waits while everything sleeps is no work."""
+        return bool((self._alive and not self.is_asleep) or self._deltas or self._leaving)
 
     def is_alive(self, request_id: str) -> bool:
         return request_id in self._alive
@@ -106,6 +108,17 @@ class Scheduler:
             else:
                 self._finish(request, ABORTED)
 
+    def carry(self, old: AdapterVersion | None, new: AdapterVersion) -> int:
+        """Requests of `old` (None: of the base) go on with `new`: what they have computed stays as it is, and is kept
+        from everybody else's prefixes. Nothing may be in flight. Out: how many."""
+        alive = list(chain.from_iterable(self._alive.values()))
+        moved = self.adapters.carry(old, new, alive, self.running)
+        for request in moved:
+            has_old = request.slot is not None or request.hold.backup is not None
+            fresh = namespace_of(new.namespace, request.cache_salt, self.policy_version)
+            self.memory.move(request, carried_namespace(new.namespace, request) if has_old else fresh)
+        return len(moved)
+
     def flush(self) -> None:
         """Forget cached prefixes."""
         self.memory.flush()
@@ -127,6 +140,8 @@ class Scheduler:
     # ---- plan ----------------------------------------------------------------------------------------------------
     def plan(self) -> Plan | None:
         """The next step, with its memory reserved; None when nothing can advance now."""
+        if self.is_asleep:
+            return None
         if self._num_flights >= MAX_FLIGHTS:
             raise InvariantError(f"{self._num_flights} plans are in flight: one must be committed first")
         self.counts.steps += 1
@@ -147,10 +162,25 @@ class Scheduler:
             if has_more and not self._num_flights and not any(self.memory.is_loading(r) for r in self.waiting):
                 raise InvariantError("requests wait but none can advance")
             return None
-        plan = builder.build(self.memory, self.adapters.take_installs())
+        return self._send(builder.build(self.memory, self.adapters.take_installs()))
+
+    def _send(self, plan: Plan) -> Plan:
         self._num_flights += 1
         self.memory.freeze()
         return plan
+
+    def sleep(self) -> Plan:
+        """Everybody waits and nothing is held on the device; no plan is made until `wake`. Out: a plan of the copies
+        that were still due (backups among them), to be run and committed. Nothing may be in flight."""
+        for request in list(reversed(self.running)):
+            self._retract(request, is_crowded=False)
+        self.memory.leave_device()
+        self.is_asleep = True
+        return self._send(Plan((), 0, self.memory.collect_moves(), (), self.adapters.take_installs()))
+
+    def wake(self) -> None:
+        """Plans are made again."""
+        self.is_asleep = False
 
     def _start_forks(self) -> None:
         """Requests whose shared prompt stands but for its last token: give each sibling a copy to go on from."""
@@ -241,16 +271,18 @@ class Scheduler:
                 return False
         return True
 
-    def _retract(self, victim: Request) -> None:
-        """Back to the line without memory; what the cache did not keep of it will be computed again."""
+    def _retract(self, victim: Request, *, is_crowded: bool = True) -> None:
+        """Back to the line without memory; what the cache did not keep of it will be computed again. `is_crowded`: for
+        want of room, which is counted and learnt from."""
         if victim.is_in_flight:
             raise InvariantError(f"request {victim.name} is in flight and cannot be retracted")
         remove_in_order(self.running, victim)
         self.memory.retract(victim)
         victim.state, victim.adapter_slot = State.WAITING, 0
         self.waiting.push(victim)
-        self.counts.retractions += 1
-        self._headroom.on_retract()
+        if is_crowded:
+            self.counts.retractions += 1
+            self._headroom.on_retract()
 
     def _retract_for_debugging(self) -> None:
         """Every `retract_every` steps the last in precedence that has advanced since it was admitted."""

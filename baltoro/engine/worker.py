@@ -9,10 +9,14 @@ Not here: starting and watching the process (`cli`); stop rules and masks, which
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import shutil
 import signal
+import threading
 from collections.abc import Callable, Collection
 from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Self
@@ -23,6 +27,10 @@ import zmq
 from baltoro.engine.adapters import AdapterVersion
 from baltoro.engine.config import EngineConfig
 from baltoro.engine.engine import Engine, Masks, StopRules, load_engine
+from baltoro.engine.gate import Gate
+from baltoro.engine.graphs import Report
+from baltoro.engine.pressure import pressure
+from baltoro.engine.publish import Publisher, PublishOptions
 from baltoro.engine.threads import set_threads
 from baltoro.errors import BaltoroError, CapacityError, InvariantError, UserError
 from baltoro.model.adapter import adapter_from_bytes
@@ -37,11 +45,14 @@ from baltoro.protocol.worker import (
     FromEngine,
     Hello,
     LoadAdapter,
+    Look,
     Query,
     Shutdown,
+    Sleep,
     Submit,
     ToEngine,
     UnloadAdapter,
+    Wake,
 )
 
 IDLE_MS = 1000
@@ -58,20 +69,23 @@ def run_worker(
     eos_ids: Collection[int] | None = None,
     stop_rules: StopRules | None = None,
     masks: Masks | None = None,
+    publish: PublishOptions | None = None,
+    report: Report | None = None,
 ) -> None:
-    """Load the model and serve on `address` until told to leave, or until the parent process is gone.
+    """Load the model and serve on `address` until told to leave, or until the parent process is gone. `publish`: take
+    new versions of an adapter from a channel meanwhile.
 
     SIGTERM drains. Errors: whatever stopped the engine, after the server was told.
     """
 
     def build() -> Engine:
         set_threads(model_dir)
-        return load_engine(model_dir, config, eos_ids=eos_ids, stop_rules=stop_rules, masks=masks)
+        return load_engine(model_dir, config, eos_ids=eos_ids, stop_rules=stop_rules, masks=masks, report=report)
 
-    serve(address, build)
+    serve(address, build, publish=publish)
 
 
-def serve(address: str, build: Callable[[], Engine]) -> None:
+def serve(address: str, build: Callable[[], Engine], *, publish: PublishOptions | None = None) -> None:
     """Connect, build the engine, work until the end."""
     with ExitStack() as stack:
         context = stack.enter_context(zmq.Context())
@@ -83,10 +97,31 @@ def serve(address: str, build: Callable[[], Engine]) -> None:
         outbox = stack.enter_context(_Outbox(socket))
         start_bytes = resident_bytes()
         engine = build()
-        worker = Worker(socket, outbox, engine, start_bytes=start_bytes)
+        gate = Gate()
+        stack.callback(gate.close)
+        worker = Worker(socket, outbox, engine, start_bytes=start_bytes, gate=gate)
         stack.callback(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, worker.on_signal))
         stack.callback(engine.close)  # first on the way out: a second SIGTERM does not cut what the disk tier writes
+        if publish is not None:
+            publisher = Publisher(engine, gate, publish)
+            publisher.start()
+            stack.callback(publisher.close)
         worker.work()
+
+
+def end_with_parent(folder: Path | None = None) -> None:
+    """End this process, which multiprocessing started, when the one that started it is gone, even if that was killed
+    and this one is still loading. `folder`: of both, removed then."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def wait() -> None:
+        parent.join()
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+        os._exit(1)
+
+    threading.Thread(target=wait, name="parent-watch", daemon=True).start()
 
 
 class _Outbox:
@@ -112,10 +147,23 @@ class _Outbox:
 class Worker:
     """Drives one engine from a socket. Single writer: its own loop."""
 
-    def __init__(self, socket: zmq.Socket[bytes], outbox: _Outbox, engine: Engine, *, start_bytes: int = 0) -> None:
-        """`start_bytes`: memory of the process when everything was imported and nothing loaded."""
-        self._socket, self._outbox, self._engine = socket, outbox, engine
+    def __init__(
+        self,
+        socket: zmq.Socket[bytes],
+        outbox: _Outbox,
+        engine: Engine,
+        *,
+        start_bytes: int = 0,
+        gate: Gate | None = None,
+    ) -> None:
+        """`start_bytes`: memory of the process when everything was imported and nothing loaded. `gate`: where other
+        threads bring work that is to be done between two steps."""
+        self._socket, self._outbox, self._engine, self._gate = socket, outbox, engine, gate
         self._start_bytes = start_bytes
+        self._poller = zmq.Poller()
+        self._poller.register(socket, zmq.POLLIN)
+        if gate is not None:
+            self._poller.register(gate.fileno(), zmq.POLLIN)
         self._decoder: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
         self._unloading: list[tuple[str, AdapterVersion]] = []
         self._is_leaving = False
@@ -133,11 +181,13 @@ class Worker:
         info: dict[str, Any] = {**self._engine.describe(), "process": process}
         log(self._logger, "engine ready", **info)
         self._outbox.send(Hello(info=info))
-        while not (self._is_leaving and not self._engine.has_work):
+        while not self._is_done():
             if os.getppid() != self._parent:
                 log(self._logger, "the parent process is gone")
                 return
             self._read_all()
+            if self._gate is not None:
+                self._gate.run_due()
             if self._engine.has_work:
                 self._is_audited = False
                 deltas = self._engine.step()
@@ -146,9 +196,14 @@ class Worker:
             self._answer_unloads()
         log(self._logger, "engine leaves", stats=self._engine.stats())
 
+    def _is_done(self) -> bool:
+        if self._is_leaving and self._engine.is_asleep:
+            self._engine.wake()  # what waits was accepted
+        return self._is_leaving and not self._engine.has_work
+
     def _read_all(self) -> None:
         """Handle every message that is here; without work, wait for one."""
-        if not self._engine.has_work and not self._socket.poll(IDLE_MS if self._is_audited else 0):
+        if not self._engine.has_work and not self._poller.poll(IDLE_MS if self._is_audited else 0):
             if not self._is_audited:
                 self._engine.audit()
                 self._is_audited = True
@@ -171,6 +226,13 @@ class Worker:
                 self._outbox.send(Ack(call_id=call_id))
             case LoadAdapter() | UnloadAdapter():
                 self._change_adapters(message)
+            case Sleep(call_id):
+                self._outbox.send(Ack(call_id=call_id, info=dict(self._engine.sleep())))
+            case Wake(call_id):
+                self._outbox.send(Ack(call_id=call_id, info=dict(self._engine.wake())))
+            case Look(call_id):
+                look = {"pressure": asdict(pressure(self._engine.scheduler))}
+                self._outbox.send(Ack(call_id=call_id, info={**look, "adapters": self._engine.adapters.facts()}))
             case Query(call_id):
                 self._outbox.send(Ack(call_id=call_id, info=self._engine.stats()))
             case Shutdown(is_draining):

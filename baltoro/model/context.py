@@ -46,6 +46,8 @@ class CacheMap:
     page_size   positions per page
     views       the cache tensors themselves
     snapshots   states of this step to keep besides; any number per span
+    lengths     int64 [decodes], keys that each decode token sees, itself included; None: as the spans say. A captured
+                step has them here, since the spans are of the host
     """
 
     slots: Tensor
@@ -54,6 +56,7 @@ class CacheMap:
     page_size: int
     views: CacheViews
     snapshots: tuple[Snapshot, ...] = ()
+    lengths: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +162,8 @@ class ForwardContext:
     @cached_property
     def decode_lengths(self) -> Tensor:
         """int64 [num_decodes]: keys that each decode token sees, itself included."""
+        if self.cache is not None and self.cache.lengths is not None:
+            return self.cache.lengths
         return torch.tensor(self.spans.ends[: self.num_decodes], dtype=torch.int64, device=self.tokens.device)
 
     @cached_property

@@ -49,6 +49,10 @@ class Decoder(nn.Module):
         stream = Stream(embeddings)
         for layer in self.layers[: self.num_layers]:
             stream = layer(stream, ctx)
+        return self.leave(stream, ctx)
+
+    def leave(self, stream: Stream, ctx: ForwardContext) -> Tensor:
+        """[T, D]: what the last layer's stream hands to the final norm."""
         if self.has_attn_res:
             query = depth_query(self.output_attn_res_norm, self.output_attn_res_proj)
             return mix(stream, query, self.output_attn_res_norm.eps, ctx)
@@ -86,16 +90,17 @@ class K3Model(nn.Module):
         """Inside a span a state can be kept at absolute positions that are multiples of this (see `Snapshot`)."""
         return CHUNK
 
-    def merge(self) -> K3Model:
+    def merge(self, *, may_copy: bool = True) -> K3Model:
         """Prepare for inference on the device where the weights are: projections of one input become one product.
 
-        Parameters stay what they are (views); training afterwards would see no gradient for them.
+        Parameters stay what they are (views); training afterwards would see no gradient for them, which a frozen base
+        does not need. `may_copy` False, for a base that others map too: only what lies end to end is joined.
         """
         shared = {moe.shared_experts for moe in self.modules() if isinstance(moe, MoE) and moe.has_shared}
         for module in self.modules():
             # shared experts read what their router reads, and are merged with it
             if isinstance(module, DecoderLayer | KDA | MLA | MoE | MLP) and module not in shared:
-                module.merge()
+                module.merge(may_copy=may_copy)
         return self
 
     def tensors(self) -> dict[str, Tensor]:

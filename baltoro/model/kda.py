@@ -9,10 +9,13 @@ Source: spec/k3.md 3.4.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from baltoro.kernels.kda.fused_reference import MixerWeights
 from baltoro.kernels.kda.gate import log_decay
 from baltoro.kernels.kda.reference import l2_norm
 from baltoro.kernels.lora.rows import AdapterRows
@@ -54,25 +57,25 @@ class KDA(nn.Module):
         self._merged: Tensor | None = None
         self._conv_weight: Tensor | None = None
 
-    def merge(self) -> None:
+    def merge(self, *, may_copy: bool = True) -> None:
         """Prepare for inference: one product for all that reads x, one convolution weight."""
-        self._merged = merge_rows(self._readers)
-        self._conv_weight = self._join_conv().detach()
+        self._merged = merge_rows(self._readers, may_copy=may_copy)
+        joined = merge_rows([self.q_conv1d, self.k_conv1d, self.v_conv1d], may_copy=may_copy)
+        self._conv_weight = None if joined is None else joined.squeeze(1)
 
     def forward(self, x: Tensor, ctx: ForwardContext) -> Tensor:
-        heads, rows = (-1, self.num_heads, self.head_dim), ctx.adapter_rows
+        rows = ctx.adapter_rows
         qkv, f, b, gate = self._project(x, rows)
-        qkv = self._convolve(qkv, ctx)
-        q, k, v = (part.view(heads) for part in qkv.chunk(3, dim=-1))
-        raw = self.f_b_proj(f, rows).view(heads)
-        decay = log_decay(
-            raw, self.A_log, self.dt_bias.view(self.num_heads, self.head_dim), lower_bound=self.lower_bound
-        )
-        beta = torch.sigmoid(b.to(decay.dtype))
-        out = self._recur(l2_norm(q), l2_norm(k), v, decay, beta, ctx)
         if not self.is_gate_full_rank:
             gate = self.g_b_proj(gate, rows)
-        out = ctx.kernels.gated_rms_norm(out, gate.view(heads), self.o_norm.weight, self.o_norm.eps, x.dtype)
+        heads = (self.num_heads, self.head_dim)
+        raw, gate = torch.unflatten(self.f_b_proj(f, rows), -1, heads), torch.unflatten(gate, -1, heads)
+        split, parts = ctx.num_decodes, []
+        if split:
+            parts.append(self._decode(qkv[:split], raw[:split], b[:split], gate[:split], ctx))
+        if split < len(x):
+            parts.append(self._prefill(qkv[split:], raw[split:], b[split:], gate[split:], ctx))
+        out = parts[0] if len(parts) == 1 else torch.cat(parts)
         return self.o_proj(out.flatten(1), rows)  # type: ignore[no-any-return]
 
     @property
@@ -96,50 +99,52 @@ class KDA(nn.Module):
         """[3HK, W]: the three depthwise weights over the channels q | k | v."""
         return torch.cat([self.q_conv1d.weight, self.k_conv1d.weight, self.v_conv1d.weight]).squeeze(1)
 
-    def _convolve(self, qkv: Tensor, ctx: ForwardContext) -> Tensor:
+    @property
+    def _weights(self) -> MixerWeights:
+        conv = self._join_conv() if self._conv_weight is None else self._conv_weight
+        bias = self.dt_bias.view(self.num_heads, self.head_dim)
+        scale, norm = self.head_dim**-0.5, self.o_norm
+        return MixerWeights(conv, self.A_log, bias, norm.weight, norm.eps, self.lower_bound, scale)
+
+    def _decode(self, qkv: Tensor, raw: Tensor, b: Tensor, gate: Tensor, ctx: ForwardContext) -> Tensor:
+        """The decode rows, one token each, their slots in place: [N, H, V]."""
+        assert ctx.cache is not None
+        views, slots = ctx.cache.views, ctx.cache.slots[: ctx.num_decodes]
+        history, state = views.conv[self.index], views.recurrent[self.index]
+        return ctx.kernels.kda_decode(qkv, raw, b, gate, self._weights, history, state, slots)
+
+    def _prefill(self, qkv: Tensor, raw: Tensor, b: Tensor, gate: Tensor, ctx: ForwardContext) -> Tensor:
+        """All other rows, and every row of training: [T, H, V]."""
+        weights = self._weights
+        mixed = self._convolve(qkv, weights.conv, ctx)
+        q, k, v = (torch.unflatten(part, -1, (self.num_heads, -1)) for part in mixed.chunk(3, dim=-1))
+        decay = log_decay(raw, weights.A_log, weights.dt_bias, lower_bound=self.lower_bound)
+        beta = torch.sigmoid(b.to(decay.dtype))
+        out = self._recur(l2_norm(q), l2_norm(k), v, decay, beta, ctx)
+        return ctx.kernels.gated_rms_norm(out, gate, weights.norm, weights.norm_eps, qkv.dtype)
+
+    def _convolve(self, qkv: Tensor, weight: Tensor, ctx: ForwardContext) -> Tensor:
         """Short convolution and SiLU over the concatenated q | k | v channels; reads and writes the conv history."""
-        weight = self._join_conv() if self._conv_weight is None else self._conv_weight
         if ctx.cache is None:
             return ctx.kernels.conv(qkv, weight, spans=ctx.spans, history=None)[0]
-        split, history = ctx.num_decodes, ctx.cache.views.conv[self.index]
-        parts = []
-        if split:
-            parts.append(ctx.kernels.conv_step(qkv[:split], weight, history, ctx.cache.slots[:split]))
-        if len(ctx.prefill):
-            before = _entering(history, ctx.cache, ctx)
-            mixed, after = ctx.kernels.conv(
-                qkv[split:], weight, spans=ctx.prefill, history=before, borders=ctx.prefill_borders
-            )
-            _leave(history, after, ctx)
-            parts.append(mixed)
-        return torch.cat(parts)
+        history = ctx.cache.views.conv[self.index]
+        before = _entering(history, ctx.cache, ctx)
+        mixed, after = ctx.kernels.conv(qkv, weight, spans=ctx.prefill, history=before, borders=ctx.prefill_borders)
+        _leave(history, after, ctx)
+        return mixed
 
     def _recur(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, ctx: ForwardContext) -> Tensor:
-        """The delta rule over all spans: [T, H, V] in the accumulate dtype."""
-        scale, is_bounded = self.head_dim**-0.5, self.lower_bound is not None
+        """The delta rule over the spans: [T, H, V] in the accumulate dtype."""
+        run = partial(
+            ctx.kernels.kda_chunk, q, k, v, g, beta, scale=self.head_dim**-0.5, is_bounded=self.lower_bound is not None
+        )
         if ctx.cache is None:
-            return ctx.kernels.kda_chunk(
-                q, k, v, g, beta, spans=ctx.spans, state=None, scale=scale, is_bounded=is_bounded
-            )[0]
-        split, state = ctx.num_decodes, ctx.cache.views.recurrent[self.index]
-        parts = []
-        if split:
-            rows = (t[:split] for t in (q, k, v, g, beta))
-            parts.append(ctx.kernels.kda_step(*rows, state, ctx.cache.slots[:split], scale=scale))
-        if len(ctx.prefill):
-            rows = (t[split:] for t in (q, k, v, g, beta))
-            before = _entering(state, ctx.cache, ctx)
-            out, after = ctx.kernels.kda_chunk(
-                *rows,
-                spans=ctx.prefill,
-                state=before,
-                scale=scale,
-                is_bounded=is_bounded,
-                borders=ctx.prefill_borders,
-            )
-            _leave(state, after, ctx)
-            parts.append(out)
-        return torch.cat(parts)
+            return run(spans=ctx.spans, state=None)[0]
+        state = ctx.cache.views.recurrent[self.index]
+        before = _entering(state, ctx.cache, ctx)
+        out, after = run(spans=ctx.prefill, state=before, borders=ctx.prefill_borders)
+        _leave(state, after, ctx)
+        return out
 
 
 def _entering(rows: Tensor, cache: CacheMap, ctx: ForwardContext) -> Tensor:

@@ -55,8 +55,9 @@ class DecoderLayer(nn.Module):
                 self.add_module(f"{name}_proj", Linear(hidden, 1, dtype=dtype, device=device))
         self._queries: dict[str, Tensor] = {}
 
-    def merge(self) -> None:
-        """Prepare for inference: the depth queries are products of two parameters that no longer change."""
+    def merge(self, *, may_copy: bool = True) -> None:
+        """Prepare for inference: the depth queries are products of two parameters that no longer change. They are
+        vectors, kept whatever `may_copy` says."""
         if self.has_attn_res:
             names = ("self_attention_res", "mlp_res")
             self._queries = {

@@ -71,7 +71,8 @@ class Linear(nn.Module):
         self.lora: Factors | None = None  # no module: the base's state_dict has no factors
 
     def forward(self, x: Tensor, rows: AdapterRows | None = None) -> Tensor:
-        return self.add_lora(F.linear(x, self.weight), x, rows)
+        product = kernels_for(x.device).linear if x.is_cuda else F.linear
+        return self.add_lora(product(x, self.weight), x, rows)
 
     def add_lora(self, out: Tensor, x: Tensor, rows: AdapterRows | None) -> Tensor:
         """`out`, this layer's own product of x (it may come from a merged one), with the terms of adapters."""

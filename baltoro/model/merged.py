@@ -1,7 +1,8 @@
 """Projections that read the same input, as one matrix: one product instead of many small ones, for inference.
 
 In: Linears with one input width and dtype. Out: a tensor [sum of rows, in]; the Linears' weights become views of its
-rows, so nothing is held twice and weights written in place later are seen.
+rows, so nothing is held twice and weights written in place later are seen. Where the weights lie end to end already (a
+base that was written merged, and mapped), the tensor is a view of them and nothing is copied or changed.
 Adapters are not part of it: each projection adds its own term to its own columns.
 Limits: not for training (a view of a parameter has no gradient of its own); call it after the model is on its device.
 """
@@ -24,12 +25,29 @@ class HasWeight(Protocol):
     weight: nn.Parameter
 
 
-def merge_rows(linears: Sequence[HasWeight]) -> Tensor:
-    """[sum of rows, in]; writes `weight.data` of each."""
-    merged = torch.cat([linear.weight.detach() for linear in linears])
-    for linear, rows in zip(linears, torch.split(merged, [one.weight.shape[0] for one in linears]), strict=True):
+def merge_rows(linears: Sequence[HasWeight], *, may_copy: bool = True) -> Tensor | None:
+    """[sum of rows, in]; writes `weight.data` of each unless they lie end to end. None if that would take a copy which
+    may not be made."""
+    weights = [linear.weight.detach() for linear in linears]
+    joined = _end_to_end(weights)
+    if joined is not None or not may_copy:
+        return joined
+    merged = torch.cat(weights)
+    for linear, rows in zip(linears, torch.split(merged, [len(weight) for weight in weights]), strict=True):
         linear.weight.data = rows
     return merged
+
+
+def _end_to_end(weights: Sequence[Tensor]) -> Tensor | None:
+    """One view over all of them, if each begins where the one before ends."""
+    first = weights[0]
+    at, rows = first.storage_offset(), 0
+    for weight in weights:
+        is_next = weight.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+        if not (is_next and weight.storage_offset() == at and weight.is_contiguous() and weight.dtype == first.dtype):
+            return None
+        at, rows = at + weight.numel(), rows + len(weight)
+    return first.as_strided((rows, *first.shape[1:]), first.stride())
 
 
 def add_loras(merged: Tensor, readers: Sequence[HasWeight], x: Tensor, rows: AdapterRows | None) -> Tensor:

@@ -56,9 +56,9 @@ class MLA(nn.Module):
         self.o_proj = Linear(heads * self.value, hidden, dtype=dtype, device=device)
         self._merged: Tensor | None = None
 
-    def merge(self) -> None:
+    def merge(self, *, may_copy: bool = True) -> None:
         """Prepare for inference: one product for all that reads x."""
-        self._merged = merge_rows(self._readers)
+        self._merged = merge_rows(self._readers, may_copy=may_copy)
 
     def forward(self, x: Tensor, ctx: ForwardContext) -> Tensor:
         adapters = ctx.adapter_rows
@@ -67,8 +67,7 @@ class MLA(nn.Module):
             q = self.q_b_proj(self.q_a_layernorm(q), adapters)
         q = q.view(-1, self.num_heads, self.nope + self.rope)
         latent, shared = torch.split(kv, [self.latent, self.rope], dim=-1)
-        rows = torch.cat([self.kv_a_layernorm(latent), shared], dim=-1)
-        out = self._attend(q, rows, ctx).flatten(1)
+        out = self._attend(q, self.kv_a_layernorm(latent), shared, ctx).flatten(1)
         if self.has_gate:
             out = out * torch.sigmoid(gate[0]).to(out.dtype)
         return self.o_proj(out.to(x.dtype), adapters)  # type: ignore[no-any-return]
@@ -85,17 +84,18 @@ class MLA(nn.Module):
         merged = add_loras(F.linear(x, self._merged), self._readers, x, adapters)
         return torch.split(merged, [linear.weight.shape[0] for linear in self._readers], dim=-1)
 
-    def _attend(self, q: Tensor, rows: Tensor, ctx: ForwardContext) -> Tensor:
-        """[T, H, Dv]; writes `rows` to the cache first, so that a token sees itself."""
+    def _attend(self, q: Tensor, latent: Tensor, shared: Tensor, ctx: ForwardContext) -> Tensor:
+        """[T, H, Dv]; writes the rows latent | shared to the cache first, so that a token sees itself."""
         if ctx.cache is None:
-            return self._expanded(q, rows, ctx.spans, ctx)
+            return self._expanded(q, torch.cat([latent, shared], dim=-1), ctx.spans, ctx)
         split, kv = ctx.num_decodes, ctx.cache.views.kv[self.index]
-        kv[ctx.kv_places] = rows
+        ctx.kernels.scatter_rows(kv, ctx.kv_places, latent, shared)
         parts = []
         if split:
             parts.append(self._absorbed(q[:split], kv, ctx.cache, ctx))
         if len(ctx.prefill):
-            keys = rows[split:] if ctx.is_prefill_fresh else kv[ctx.prefill_key_places]
+            is_fresh = ctx.is_prefill_fresh
+            keys = torch.cat([latent[split:], shared[split:]], -1) if is_fresh else kv[ctx.prefill_key_places]
             parts.append(self._expanded(q[split:], keys, ctx.prefill, ctx))
         return torch.cat(parts)
 

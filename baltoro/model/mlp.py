@@ -39,9 +39,9 @@ class MLP(nn.Module):
         self.down_proj = Linear(intermediate, config.hidden_size, dtype=dtype, device=device)
         self._merged: Tensor | None = None
 
-    def merge(self) -> None:
+    def merge(self, *, may_copy: bool = True) -> None:
         """Prepare for inference: gate and up in one product."""
-        self._merged = merge_rows([self.gate_proj, self.up_proj])
+        self._merged = merge_rows([self.gate_proj, self.up_proj], may_copy=may_copy)
 
     def forward(self, x: Tensor, rows: AdapterRows | None = None) -> Tensor:
         if self._merged is None:

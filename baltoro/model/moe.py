@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from baltoro.kernels.lora.experts import ExpertDelta, ExpertFactors
 from baltoro.kernels.lora.rows import AdapterRows
 from baltoro.kernels.moe.experts import ExpertWeights, Packed
-from baltoro.kernels.precision import acc_dtype
+from baltoro.kernels.precision import acc_dtype, wide_linear
 from baltoro.model.config import K3Config
 from baltoro.model.context import ForwardContext
 from baltoro.model.linear import Factors, Linear, RMSNorm
@@ -43,8 +43,7 @@ class Router(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Logits [T, E] in the accumulate dtype."""
-        acc = acc_dtype(x.dtype)
-        return F.linear(x.to(acc), self.weight.to(acc))
+        return wide_linear(x, self.weight)
 
     def choose(self, logits: Tensor, ctx: ForwardContext) -> tuple[Tensor, Tensor]:
         """ids int64 [T, A] and weights [T, A] in the accumulate dtype."""
@@ -122,14 +121,13 @@ class MoE(nn.Module):
             self.shared_experts = MLP(config, intermediate, dtype=dtype, device=device)
         self._merged: Tensor | None = None
 
-    def merge(self) -> None:
+    def merge(self, *, may_copy: bool = True) -> None:
         """Prepare for inference: one product for all that reads x in x's dtype."""
-        if readers := self._readers:
-            self._merged = merge_rows(readers)
+        self._merged = merge_rows(self._readers, may_copy=may_copy)
 
     def forward(self, x: Tensor, ctx: ForwardContext) -> Tensor:
         rows = ctx.adapter_rows
-        logits, z, shared = self._project(x, rows)
+        logits, z, shared = self._project(x, ctx)
         ids, weights = self.gate.choose(logits, ctx)
         delta, options = self.experts.delta(rows), {}
         product = ctx.kernels.expert_product
@@ -146,30 +144,42 @@ class MoE(nn.Module):
             **options,
         )
         if self.has_latent:
-            y = self.routed_expert_up_proj(self.routed_expert_norm(y) if self.has_norm else y, rows)
+            y = self._raise(y, ctx)
         return y if shared is None else y + shared
 
     @property
     def _readers(self) -> list[Linear | Router]:
-        """What reads x, in the order of `_project`. The router joins where its product is in x's dtype anyway."""
-        readers: list[Linear | Router] = []
-        if acc_dtype(self.gate.weight.dtype) == self.gate.weight.dtype:
-            readers.append(self.gate)
+        """What reads x, in the order of `_project`."""
+        readers: list[Linear | Router] = [self.gate]
         if self.has_latent:
             readers.append(self.routed_expert_down_proj)
         if self.has_shared:
             readers += [self.shared_experts.gate_proj, self.shared_experts.up_proj]
         return readers
 
-    def _project(self, x: Tensor, rows: AdapterRows | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    def _raise(self, y: Tensor, ctx: ForwardContext) -> Tensor:
+        """The routed experts' sum through the latent norm, back to the width of x."""
+        up = self.routed_expert_up_proj
+        if self.has_norm and ctx.adapter_rows is None and not ctx.is_training:
+            norm = self.routed_expert_norm
+            return ctx.kernels.norm_linear(y, norm.weight, up.weight, norm.eps)
+        raised: Tensor = up(self.routed_expert_norm(y) if self.has_norm else y, ctx.adapter_rows)
+        return raised
+
+    def _project(self, x: Tensor, ctx: ForwardContext) -> tuple[Tensor, Tensor, Tensor | None]:
         """Router logits, the routed experts' input, the shared experts' output (None without any)."""
+        rows = ctx.adapter_rows
         if self._merged is None:
             z = self.routed_expert_down_proj(x, rows) if self.has_latent else x
             return self.gate(x), z, self.shared_experts(x, rows) if self.has_shared else None
         readers = self._readers
-        merged = add_loras(F.linear(x, self._merged), readers, x, rows)
-        parts = list(torch.split(merged, [reader.weight.shape[0] for reader in readers], dim=-1))
-        logits = parts.pop(0) if readers[0] is self.gate else self.gate(x)
+        sizes = [reader.weight.shape[0] for reader in readers]
+        if acc_dtype(x.dtype) == x.dtype:
+            merged = add_loras(F.linear(x, self._merged), readers, x, rows)
+            logits, *parts = torch.split(merged, sizes, dim=-1)
+        else:
+            logits, rest = ctx.kernels.router_linear(x, self._merged, sizes[0])
+            parts = list(torch.split(add_loras(rest, readers[1:], x, rows), sizes[1:], dim=-1))
         z = parts.pop(0) if self.has_latent else x
         return logits, z, self.shared_experts.finish(parts[0], parts[1], rows) if self.has_shared else None
 

@@ -11,7 +11,7 @@ Source: spec/k3.md section 2.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from io import FileIO
 from pathlib import Path
 from types import TracebackType
@@ -143,6 +143,8 @@ class TensorReader:
 
     def read(self, entry: Entry) -> Tensor:
         """One tensor as the file has it, in memory of its own."""
+        if not entry.num_bytes:
+            return torch.empty(entry.shape, dtype=TORCH_DTYPES[entry.dtype])
         buffer = np.empty(entry.num_bytes, dtype=np.uint8)
         self.read_into(entry, buffer.data)
         return torch.from_numpy(buffer).view(TORCH_DTYPES[entry.dtype]).view(entry.shape)
@@ -186,13 +188,18 @@ def dtype_word(dtype: torch.dtype) -> str:
     return word
 
 
-def _fill_all(params: Mapping[str, Tensor], config: K3Config, pairs: list[tuple[TensorSpec, Entry]]) -> None:
-    """Copy files into parameters, in the order in which they lie."""
-    check_params(params, config)
+def fill_params(params: Mapping[str, Tensor], pairs: Iterable[tuple[TensorSpec, Entry]]) -> None:
+    """Copy files into parameters, `params[spec.param]` each, in the order of `pairs` (see `WeightFiles.match`)."""
     with torch.no_grad(), TensorReader() as reader:
         for spec, entry in pairs:
             place = params[spec.param].detach()
             _fill(place if spec.index is None else place[spec.index], spec, entry, reader)
+
+
+def _fill_all(params: Mapping[str, Tensor], config: K3Config, pairs: list[tuple[TensorSpec, Entry]]) -> None:
+    """Fill all parameters of a model, once they are known to be those of its config."""
+    check_params(params, config)
+    fill_params(params, pairs)
 
 
 def _fill(place: Tensor, spec: TensorSpec, entry: Entry, reader: TensorReader) -> None:

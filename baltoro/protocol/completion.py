@@ -22,8 +22,8 @@ class TokenDelta(msgspec.Struct, frozen=True, kw_only=True):
 
     `index` tells the n completions of one request apart. `num_trimmed` is how many tokens at the end of everything
     sent so far belong to a stop (id or string) and are to be dropped from text, ids and logprobs alike.
-    Prompt logprobs come once, with the first token of index 0; their first entry is None. `error_status` is the HTTP
-    status of the error's class.
+    Prompt logprobs come once, with the first token of index 0; their first entry is None. `version` is that of the
+    adapter which sampled the tokens, 0 without one. `error_status` is the HTTP status of the error's class.
     """
 
     request_id: str
@@ -38,7 +38,7 @@ class TokenDelta(msgspec.Struct, frozen=True, kw_only=True):
     num_trimmed: int = 0
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
-    policy_version: int = 0
+    version: int = 0
     error: str | None = None
     error_status: int | None = None
 

@@ -73,6 +73,26 @@ class UnloadAdapter(msgspec.Struct, frozen=True, kw_only=True, tag="unload_adapt
     name: str
 
 
+class Sleep(msgspec.Struct, frozen=True, tag="sleep"):
+    """Give the pool's memory back; what runs waits, and what comes. Answered by Ack with `info` {given_back_bytes,
+    resident_bytes}; one that sleeps already gives back 0."""
+
+    call_id: str
+
+
+class Wake(msgspec.Struct, frozen=True, tag="wake"):
+    """Take the memory again and go on. Answered by Ack with `info` {taken_bytes}."""
+
+    call_id: str
+
+
+class Look(msgspec.Struct, frozen=True, tag="look"):
+    """Ask how full the engine is. Answered by Ack with `info` {pressure: the fields of `engine.pressure.Pressure`,
+    adapters: facts by name}."""
+
+    call_id: str
+
+
 class Query(msgspec.Struct, frozen=True, tag="query"):
     """Ask for engine numbers. Answered by Ack with `info`."""
 
@@ -114,5 +134,5 @@ class Dying(msgspec.Struct, frozen=True, tag="dying"):
     reason: str
 
 
-ToEngine = Submit | Abort | Flush | LoadAdapter | UnloadAdapter | Query | Shutdown
+ToEngine = Submit | Abort | Flush | LoadAdapter | UnloadAdapter | Sleep | Wake | Look | Query | Shutdown
 FromEngine = Deltas | Ack | Hello | Dying

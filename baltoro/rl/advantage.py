@@ -35,7 +35,7 @@ def group_advantages(rewards: Sequence[float | None], config: AdvantageConfig) -
 
     With zero_std "drop" no member of a group without signal is counted. A member alone has nothing to be compared with:
     its advantage is 0.
-    Errors: InvariantError if a reward is not finite
+    Errors: InvariantError if a reward is not finite, or the lowest and the highest are not comparable
     """
     given = [reward for reward in rewards if reward is not None]
     if not all(map(math.isfinite, given)):
@@ -44,13 +44,26 @@ def group_advantages(rewards: Sequence[float | None], config: AdvantageConfig) -
     is_counted = tuple(reward is not None and (kind == "mixed" or config.zero_std == "keep") for reward in rewards)
     if kind != "mixed":
         return GroupAdvantages((0.0,) * len(rewards), is_counted, kind)
-    mean = math.fsum(given) / len(given)
-    scale = 1.0
+    low, span = min(given), max(given) - min(given)
+    if not math.isfinite(span):
+        raise InvariantError(f"rewards from {low} to {max(given)} are too far apart to be compared")
+    # in units of the span, from the lowest: the mean of rewards that are near to each other keeps its digits
+    units = [(reward - low) / span for reward in given]
+    mean, scale = math.fsum(units) / len(units), 1 / span
     if config.is_normalised:
-        squares = math.fsum((reward - mean) ** 2 for reward in given)
-        scale = math.sqrt(squares / (len(given) - config.is_unbiased)) + config.eps
-    values = tuple(0.0 if reward is None else (reward - mean) / scale for reward in rewards)
+        squares = math.fsum((unit - mean) ** 2 for unit in units)
+        scale = math.sqrt(squares / (len(units) - config.is_unbiased)) + config.eps / span
+        _check_bound([(unit - mean) / scale for unit in units], is_unbiased=config.is_unbiased)
+    values = tuple(0.0 if reward is None else ((reward - low) / span - mean) / scale for reward in rewards)
     return GroupAdvantages(values, is_counted, kind)
+
+
+def _check_bound(values: Sequence[float], *, is_unbiased: bool) -> None:
+    """Errors: InvariantError for what no n rewards can give: more than (n - 1) / sqrt(n), or sqrt(n - 1) biased."""
+    count = len(values)
+    bound = (count - 1) / math.sqrt(count) if is_unbiased else math.sqrt(count - 1)
+    if not max(map(abs, values)) <= bound * (1 + 1e-9):
+        raise InvariantError(f"an advantage of {max(map(abs, values))} in a group of {count}: {bound} is the most")
 
 
 def kinds(groups: Iterable[GroupAdvantages]) -> dict[Kind, int]:

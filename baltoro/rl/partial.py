@@ -206,6 +206,11 @@ class Book:
         """All trajectories in the book, oldest first: at their end or not."""
         return tuple(entry.trajectory for entry in self._entries.values())
 
+    def trajectory(self, key: Key) -> Trajectory:
+        """One in the book, with all that was said."""
+        self._entries[key].put_together(self.version)
+        return self._entries[key].trajectory
+
     def state(self) -> BookState:
         """For a checkpoint."""
         for entry in self._entries.values():

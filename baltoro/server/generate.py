@@ -183,7 +183,7 @@ class Job:
                 item = self._items[delta.request_id, delta.index]
                 item.num_output += len(delta.token_ids)
                 item.num_cached = max(item.num_cached, delta.num_cached_tokens)
-                item.policy_version = delta.policy_version
+                item.policy_version = delta.version
                 if delta.prompt_logprobs is not None:
                     item.prompt = prompt_tokens(item.submit, delta)
                 more = item.stream.push(delta)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import select
 import socket
 import struct
 import tempfile
@@ -81,6 +82,12 @@ class LocalChannel:
         while not self._inbox:
             self._take()
         return self._inbox.popleft()
+
+    def poll(self, *, timeout_s: float) -> bool:
+        """Whether `get` would find something now or within `timeout_s`: a message, or that the other end is gone."""
+        if self._inbox:
+            return True
+        return bool(select.select([self._limited()], [], [], timeout_s)[0])
 
     def wait(self, *, timeout_s: float) -> None:
         self._deadline = time.monotonic() + timeout_s

@@ -44,6 +44,11 @@ class SharedBase:
     def digest(self) -> str:
         return self.manifest.digest
 
+    @property
+    def content(self) -> memoryview:
+        """All bytes, read-only: `manifest` says where each tensor lies."""
+        return self._view
+
     def verify(self) -> None:
         """Read everything again. Errors: DigestMismatch names the tensors that have changed."""
         try:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 import torch
 
 from baltoro.errors import TransferError
-from baltoro.transfer.manifest import Raw
+from baltoro.transfer.manifest import Manifest, Raw
 
 DTYPES: Mapping[str, torch.dtype] = {
     "bf16": torch.bfloat16,
@@ -46,6 +46,15 @@ def to_tensor(raw: Raw) -> torch.Tensor:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*not writable.*")  # meant: see the module
         return torch.frombuffer(raw.data, dtype=dtype).reshape(raw.shape)
+
+
+def views_of(manifest: Manifest, content: memoryview) -> dict[str, torch.Tensor]:
+    """Name -> tensor, all of them views of one, so that neighbours can be joined; nothing is copied."""
+    whole = to_tensor(Raw("uint8", (len(content),), content))
+    found = {}
+    for entry in manifest.tensors:
+        found[entry.name] = whole[entry.offset : entry.end].view(DTYPES[entry.dtype]).view(entry.shape)
+    return found
 
 
 def to_raws(tensors: Mapping[str, torch.Tensor]) -> dict[str, Raw]:

@@ -21,7 +21,7 @@ RECIPES = sorted((ROOT / "recipes").glob("**/*.toml"))
 CONFIGS = {
     "train": "baltoro.trainer.config.TrainConfig",
     "serve": "baltoro.engine.config.EngineConfig",
-    "rl": "baltoro.rl.config.RLConfig",
+    "rl": "baltoro.rl.recipe.RLConfig",
 }
 
 

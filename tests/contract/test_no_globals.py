@@ -22,6 +22,7 @@ DUNDER = re.compile(r"__\w+__$")
 EXPECTED = {
     ("baltoro/cli/__init__.py", "app"): "typer's application object",
     ("baltoro/cli/bench.py", "app"): "typer's group of the verb",
+    ("baltoro/cli/compare.py", "app"): "typer's group of the verb",
 }
 
 MUTATORS = {"append", "extend", "insert", "add", "update", "setdefault", "pop", "popitem", "clear", "remove", "discard"}

@@ -24,11 +24,13 @@ def missing_types(function: Function, is_method: bool) -> list[str]:
 
 
 def untyped(file: Path) -> list[str]:
-    """Functions of a file, private ones too, that lack an annotation."""
+    """Functions of a file, private ones too, that lack an annotation. Triton's kernel bodies need none."""
     module = parse(file)
     methods = {id(child) for node in ast.walk(module) if isinstance(node, ast.ClassDef) for child in node.body}
     hits = []
     for name, function in functions(module):
+        if any(ast.unparse(decorator) == "triton.jit" for decorator in function.decorator_list):
+            continue
         missing = missing_types(function, id(function) in methods)
         if missing:
             hits.append(f"{place(file, function)}: {name} lacks {', '.join(missing)}")
@@ -70,6 +72,15 @@ def test_an_unknown_public_name_is_an_attribute_error() -> None:
 
 def test_gaps_are_found(tmp_path: Path) -> None:
     file = tmp_path / "sample.py"
-    file.write_text("class A:\n    def f(self, x: int, *rest):\n        return x\n\ndef g(y) -> int:\n    return y\n")
+    file.write_text(
+        "class A:\n    def f(self, x: int, *rest):\n        return x\n\ndef g(y) -> int:\n    return y\n"
+        "@triton.jit\ndef _k(z):\n    pass\n"
+    )
     assert [hit.split(": ")[1] for hit in untyped(file)] == ["A.f lacks rest, return", "g lacks y"]
     assert [hit.split(": ")[1] for hit in undocumented(file)] == ["the module", "A", "g"]
+
+
+def test_kernel_bodies_need_no_types(tmp_path: Path) -> None:
+    file = tmp_path / "sample.py"
+    file.write_text("@triton.jit\ndef _kernel(x):\n    pass\n\ndef _launch(x):\n    pass\n")
+    assert [hit.split(": ")[1] for hit in untyped(file)] == ["_launch lacks x, return"]

@@ -16,7 +16,7 @@ ALLOWED: dict[str, str] = {
     "config": "errors",
     "observe": "errors",
     "protocol": "errors",
-    "kernels": "errors",
+    "kernels": "errors config",
     "parallel": "errors observe",
     "transfer": "errors observe",
     "sandbox": "errors observe",

@@ -174,7 +174,7 @@ def test_a_reload_under_the_same_name_finds_nothing_and_answers_anew(overlap: bo
             found = run(engine)[f"r{n}{again}", 0]
             assert tuple(tokens_of(found)) == _oracle(name, prompt)
             cached.append(found[0].num_cached_tokens)
-            told.append(found[0].policy_version)
+            told.append(found[0].version)
         assert cached == [0, 64]
     assert told == [1, 1, 2, 2, 3, 3]
     engine.close()

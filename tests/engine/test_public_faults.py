@@ -240,6 +240,7 @@ def test_a_state_is_restored_once_and_before_the_first_forward() -> None:
     engine = cached_engine(
         StubModel(), hash_endpoint=4, track_interval=400, max_batch_tokens=8, overlap=True, num_slots=6, num_pages=60
     )
+    make_late(engine, seed=7)
     plans: list[Plan] = []
     launch = engine.runner.launch
 
@@ -248,7 +249,6 @@ def test_a_state_is_restored_once_and_before_the_first_forward() -> None:
         return launch(plan)
 
     engine.runner.launch = noting  # type: ignore[method-assign]
-    make_late(engine, seed=7)
     ask(engine, prompt_of(22))
     plans.clear()
     submit(engine, "other", prompt_of(15, 1), max_tokens=9)

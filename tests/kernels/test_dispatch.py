@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import fields, replace
 
 import pytest
@@ -9,10 +10,12 @@ import torch
 from typer.testing import CliRunner
 
 from baltoro.cli import app
-from baltoro.errors import InvariantError
+from baltoro.errors import ConfigError, InvariantError
 from baltoro.kernels.device import machine
 from baltoro.kernels.dispatch import TABLE, Kernels, Row, choices, kernels_for, select
+from baltoro.kernels.kda import fused_reference
 from baltoro.kernels.kda.chunk import chunked
+from baltoro.kernels.mla import reference as mla
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -51,3 +54,36 @@ def test_explain_prints_every_operation() -> None:
     result = CliRunner().invoke(app, ["explain", "--device", "cuda"])
     assert result.exit_code == 0, result.output
     assert all(f.name in result.output for f in fields(Kernels))
+
+
+@pytest.fixture
+def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    """The choice of kernels is made anew, here and afterwards."""
+    kernels_for.cache_clear()
+    yield monkeypatch
+    kernels_for.cache_clear()
+
+
+def test_a_named_operation_runs_its_reference(fresh: pytest.MonkeyPatch) -> None:
+    cpu = torch.device("cpu")
+    fresh.setenv("BALTORO_REFERENCE", "kda_decode, mla_attend")
+    assert kernels_for(cpu).kda_decode is fused_reference.decode and kernels_for(cpu).mla_attend is mla.attend
+    assert kernels_for(cpu).mla_attend_absorbed is not mla.attend_absorbed
+    forced = [choice.op for choice in choices(cpu) if choice.reason.startswith("forced by BALTORO_REFERENCE")]
+    assert forced == ["kda_decode", "mla_attend"]
+
+
+def test_all_runs_every_reference(fresh: pytest.MonkeyPatch) -> None:
+    fresh.setenv("BALTORO_REFERENCE", "all")
+    assert {choice.implementation for choice in choices(torch.device("cuda"))} == {"reference"}
+
+
+def test_an_unknown_operation_is_refused_with_the_list(fresh: pytest.MonkeyPatch) -> None:
+    fresh.setenv("BALTORO_REFERENCE", "kda_decode,experts")
+    with pytest.raises(ConfigError, match=r"'experts'.*kda_decode.*expert_product"):
+        kernels_for(torch.device("cpu"))
+
+
+def test_explain_prints_both_devices_and_the_modules() -> None:
+    result = CliRunner().invoke(app, ["explain", "--device", "all"], env={"COLUMNS": "200"})
+    assert "cpu: " in result.output and "cuda: " in result.output and "kernels.kda.chunk" in result.output

@@ -3,7 +3,8 @@
 In: sizes of numbers. Out: tasks with one tool, `calculate(expression)`. Env: calls are worked out and answered until a
 reply makes none; that reply is judged.
 Invariants: the expression is the model's, so it is run in a sandbox, never here; what is wrong with a call is told to
-the model; what is wrong with the sandbox excludes the attempt.
+the model; what is wrong with the sandbox excludes the attempt. No reply can make its attempt excluded, or hold the
+rollout with calls without end.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from baltoro.sandbox.process import Isolation, ProcessSandbox, python_for
 PROGRAM = Path(__file__).with_name("calculate.py")
 LIMITS = Limits(wall_s=5.0, cpu_s=1, memory_bytes=256 << 20, num_processes=4, output_bytes=1 << 16)
 LONGEST_RESULT = 200  # characters that the model is shown
+LONGEST_NAME = 40  # of a tool that is not there
+MOST_CALLS = 8  # of one reply that are worked out
 TOOL: Json = {
     "type": "function",
     "function": {
@@ -86,7 +89,7 @@ class CalculatorEnv:
         if not reply.calls or reply.finish_reason != "stop" or len(self._replies) >= self._max_turns:
             return Step(is_done=True)
         try:
-            return Step(tuple(self._answer(call) for call in reply.calls))
+            return Step(tuple(self._answer(call, number) for number, call in enumerate(reply.calls)))
         except SandboxError as error:
             self._failure = str(error)
             return Step(is_done=True)
@@ -106,16 +109,17 @@ class CalculatorEnv:
             self._sandbox.close()
             self._sandbox = None
 
-    def _answer(self, call: ParsedCall) -> Json:
-        return {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": self._result(call)}
+    def _answer(self, call: ParsedCall, number: int) -> Json:
+        said = self._result(call) if number < MOST_CALLS else f"error: no more than {MOST_CALLS} calls at once"
+        return {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": said}
 
     def _result(self, call: ParsedCall) -> str:
         """What the model is told."""
         if call.name != "calculate":
-            return f"error: there is no tool {call.name}, only calculate"
+            return f"error: there is no tool {call.name[:LONGEST_NAME]}, only calculate"
         try:
             arguments = json.loads(call.arguments) if call.is_whole else None
-        except ValueError:
+        except (ValueError, RecursionError):
             arguments = None
         expression = arguments.get("expression") if isinstance(arguments, dict) else None
         if not isinstance(expression, str | int | float):
@@ -127,7 +131,8 @@ class CalculatorEnv:
         if self._sandbox is None:
             self._sandbox = self._open_sandbox()
         command = [python_for(self._isolation), "-I", "-S", "-c", PROGRAM.read_text(encoding="utf-8")]
-        ended = self._sandbox.exec(command, stdin=expression.encode())
+        # JSON can hold half a surrogate pair, which is no text
+        ended = self._sandbox.exec(command, stdin=expression.encode(errors="replace"))
         text = ended.stdout.decode(errors="replace")
         if ended.reason == "exit" and (ended.is_ok or text.startswith("error")):
             return text if len(text) <= LONGEST_RESULT else f"error: the result has {len(text)} characters"

@@ -117,9 +117,17 @@ class Gym:
             return Score(0.0, "truncated", reply.content or None)
         if not reply.content.strip():
             return Score(0.0, "no_answer")
+        answer = reply.content.strip()
+        score = self._by_package(answer, task)
+        if score.is_excluded and self._by_package(str(task.check["answer"]), task).score == 1.0:
+            # the scorer works: the answer broke it, and must not be excused for that
+            return Score(0.0, "wrong", answer, detail=f"the scorer fails on it: {score.detail}")
+        return score
+
+    def _by_package(self, answer: str, task: Task) -> Score:
         assert self.pool is not None
-        arguments = {"family": self.family, "answer": reply.content.strip(), "entry": task.check["entry"]}
-        return self.pool.score(Job(SCORER, arguments))
+        text = answer.encode(errors="replace").decode()
+        return self.pool.score(Job(SCORER, {"family": self.family, "answer": text, "entry": task.check["entry"]}))
 
 
 def package_score(family: str, answer: str, entry: dict[str, Any]) -> Score:

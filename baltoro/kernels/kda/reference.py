@@ -75,17 +75,24 @@ def prepare(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, spans: Spans, state: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Check shapes, cast to the accumulate dtype, make the zero state. Errors: ShapeError."""
+    check_shapes(q, k, v, g, beta, spans=spans, state=state)
+    acc = acc_dtype(torch.promote_types(v.dtype, g.dtype))
+    if state is None:
+        state = torch.zeros(len(spans), *v.shape[1:], k.shape[-1], dtype=acc, device=k.device)
+    return q.to(acc), k.to(acc), v.to(acc), g.to(acc), beta.to(acc), state.to(acc)
+
+
+def check_shapes(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, spans: Spans, state: Tensor | None
+) -> None:
+    """Errors: ShapeError if the arguments of `recurrent` do not fit each other."""
     (num_tokens, heads, keys), values = k.shape, v.shape[-1]
     is_good = q.shape == k.shape == g.shape and v.shape == (num_tokens, heads, values)
     if not is_good or beta.shape != (num_tokens, heads) or num_tokens != spans.num_tokens:
         shapes = ", ".join(str(tuple(x.shape)) for x in (q, k, v, g, beta))
         raise ShapeError(f"q, k, v, g, beta {shapes} for {spans.num_tokens} tokens")
-    acc = acc_dtype(torch.promote_types(v.dtype, g.dtype))
-    if state is None:
-        state = torch.zeros(len(spans), heads, values, keys, dtype=acc, device=k.device)
-    elif state.shape != (len(spans), heads, values, keys):
+    if state is not None and state.shape != (len(spans), heads, values, keys):
         raise ShapeError(f"state {tuple(state.shape)} is not [N, H, V, K] = {(len(spans), heads, values, keys)}")
-    return q.to(acc), k.to(acc), v.to(acc), g.to(acc), beta.to(acc), state.to(acc)
 
 
 def _advance(matrix: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:

@@ -86,10 +86,12 @@ def expert_product(
     of both products unquantised.
     """
     experts = experts.fake() if fake_weights else experts
-    if ids.numel() <= MAX_GATHERED_PAIRS:
+    if torch.is_grad_enabled():
+        form = grouped  # the others would keep matrices of the base for backward
+    elif ids.numel() <= MAX_GATHERED_PAIRS:
         form = gathered
     else:
-        form = everywhere if _is_small(ids, experts) and not torch.is_grad_enabled() else grouped
+        form = everywhere if _is_small(ids, experts) else grouped
     return form(z, ids, weights, experts, activation=activation, fake_activations=fake_activations, delta=delta)
 
 
@@ -218,21 +220,44 @@ def _linear(x: Tensor, weight: Tensor | Packed, groups: list[tuple[int, int]]) -
     if isinstance(weight, Tensor):
         result: Tensor = _GroupedLinear.apply(x, weight.to(x.dtype), groups)  # type: ignore[no-untyped-call]
         return result
+    packed: Tensor = _PackedLinear.apply(x, weight.packed, weight.scale, groups)  # type: ignore[no-untyped-call]
+    return packed
+
+
+def _packed_product(x: Tensor, weight: Packed, groups: list[tuple[int, int]], *, is_transposed: bool) -> Tensor:
+    """x [P, in], rows in groups, times the matrices [out, in] of their experts; transposed: [P, out] -> [P, in]."""
     at_once = max(1, DEQUANTISE_AT_ONCE // (weight.packed[0].numel() * 2))
     parts, outputs = torch.split(x, [count for _, count in groups]), []
     for first in range(0, len(groups), at_once):
         ids = torch.tensor([expert for expert, _ in groups[first : first + at_once]], device=x.device)
         matrices = take(weight, ids, x.dtype)
-        outputs += [part @ matrix.T for part, matrix in zip(parts[first : first + at_once], matrices, strict=True)]
+        matrices = matrices if is_transposed else matrices.mT
+        outputs += [part @ matrix for part, matrix in zip(parts[first : first + at_once], matrices, strict=True)]
     return torch.cat(outputs)
 
 
+class _PackedLinear(torch.autograd.Function):
+    """MXFP4 weight, without a gradient. Kept for backward are its own bytes, which are dequantised once more there."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, packed: Tensor, scale: Tensor, groups: list[tuple[int, int]]) -> Tensor:
+        ctx.save_for_backward(packed, scale)
+        ctx.groups = groups
+        return _packed_product(x, Packed(packed, scale), groups, is_transposed=False)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return _packed_product(grad, Packed(*ctx.saved_tensors), ctx.groups, is_transposed=True), None, None, None
+
+
 class _GroupedLinear(torch.autograd.Function):
-    """Dense weight [E, out, in]. Written out so that the weight's gradient is one tensor, not one per expert."""
+    """Dense weight [E, out, in]. Written out so that the weight's gradient is one tensor, not one per expert, and none
+    at all for a frozen base."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, groups: list[tuple[int, int]]) -> Tensor:
-        ctx.save_for_backward(x, weight)
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
         ctx.groups = groups
         out, first = x.new_empty(len(x), weight.shape[1]), 0
         for expert, count in groups:
@@ -244,10 +269,12 @@ class _GroupedLinear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        d_x, d_weight, first = torch.empty_like(x), torch.zeros_like(weight), 0
+        d_x, first = grad.new_empty(len(grad), weight.shape[2]), 0
+        d_weight = None if x is None else torch.zeros_like(weight)
         for expert, count in ctx.groups:
             rows = slice(first, first + count)
             torch.mm(grad[rows], weight[expert], out=d_x[rows])
-            torch.mm(grad[rows].T, x[rows], out=d_weight[expert])
+            if d_weight is not None:
+                torch.mm(grad[rows].T, x[rows], out=d_weight[expert])
             first += count
         return d_x, d_weight, None

@@ -70,6 +70,11 @@ def draw(logits: Tensor, lowest: Tensor, uniform: Tensor) -> Tensor:
     return ids.clamp_max(logits.shape[1] - 1)
 
 
+def sample(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, uniform: Tensor) -> Tensor:
+    """`floor`, then `draw`: ids int64 [M]. top_k int64, top_p and min_p as the logits, uniform FP64, [M] each."""
+    return draw(logits, floor(logits, top_k, top_p, min_p), uniform)
+
+
 def penalise(
     row: Tensor, seen: Tensor, output: Tensor, counts: Tensor, *, repetition: float, frequency: float, presence: float
 ) -> None:

@@ -13,7 +13,7 @@ import pytest
 from baltoro.chat.events import ParsedCall
 from baltoro.chat.messages import in_call_order, normalise
 from baltoro.envs.base import Reply, Task, play, validate
-from baltoro.envs.tasks.calculator import PROGRAM, Calculator, CalculatorEnv
+from baltoro.envs.tasks.calculator import MOST_CALLS, PROGRAM, Calculator, CalculatorEnv
 from baltoro.errors import SandboxError
 from baltoro.sandbox.base import Sandbox
 from baltoro.sandbox.process import Isolation, missing
@@ -92,12 +92,26 @@ def _openai(one: ParsedCall) -> dict[str, object]:
         (Reply("", calls=(ParsedCall("c", "calculate", "{", True),)), "takes an expression"),
         pytest.param(call("9**9**9"), "too long or too much", marks=pytest.mark.slow),
         (call("__import__('os').getcwd()"), "only numbers"),
+        (call("\ud800 + 1"), "error"),
+        (call("1\0 + 1"), "error"),
+        (Reply("", calls=(ParsedCall("c", "calculate", "[" * 200_000, True),)), "takes an expression"),
+        (Reply("", calls=(ParsedCall("c", "calculate", "9" * 5000, True),)), "takes an expression"),
+        (call("1", name="x" * 4000), f"no tool {'x' * 40},"),
     ],
 )
 def test_a_bad_call_is_told_to_the_model(env: CalculatorEnv, task: Task, reply: Reply, said: str) -> None:
     found = result(env, task, reply)
     assert found.startswith("error") and said in found
     assert env.step(Reply(f"{task.check['gold']}")).is_done and env.score().score == 1.0
+
+
+def test_calls_without_number_are_not_all_worked_out(env: CalculatorEnv, task: Task) -> None:
+    """A thousand calls of five seconds each would hold the rollout for more than an hour."""
+    env.reset(task)
+    one = ParsedCall("c", "calculate", '{"expression": "1 + 1"}', True)
+    said = [message["content"] for message in env.step(Reply("", calls=(one,) * 1000)).messages]
+    assert len(said) == 1000 and said[:MOST_CALLS] == ["2"] * MOST_CALLS
+    assert set(said[MOST_CALLS:]) == {f"error: no more than {MOST_CALLS} calls at once"}
 
 
 def test_an_attempt_that_only_calls_ends(env: CalculatorEnv, task: Task) -> None:

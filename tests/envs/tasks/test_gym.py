@@ -6,8 +6,8 @@ from itertools import islice
 
 import pytest
 
-from baltoro.envs.base import Reply, fixed_set, play, validate
-from baltoro.envs.pool import RewardPool
+from baltoro.envs.base import Reply, Score, fixed_set, infrastructure, play, validate
+from baltoro.envs.pool import Job, RewardPool
 from baltoro.envs.tasks.gym import FAMILIES, Gym
 from baltoro.errors import ConfigError
 from scripts.data.tiny.gym import FAMILIES as CORPUS
@@ -58,6 +58,26 @@ def test_other_families_are_judged_by_the_package_in_the_pool() -> None:
         assert validate(family, [task]) == []
         assert play(family.env(), task, [Reply("1 + 1")]).reason == "wrong"
         assert play(family.env(), task, [Reply("1", finish_reason="length")]).reason == "truncated"
+
+
+class Brittle(RewardPool):
+    """A judge that dies of some answers, or of all."""
+
+    def __init__(self, dies_of: str) -> None:
+        super().__init__(1)
+        self.dies_of = dies_of
+
+    def score(self, job: Job) -> Score:
+        answer = str(job.arguments["answer"])
+        return infrastructure("died") if self.dies_of in answer else Score(1.0, "right", answer)
+
+
+def test_an_answer_that_breaks_the_scorer_is_wrong_and_a_broken_scorer_excludes() -> None:
+    """Else breaking it would be a way out of a low reward."""
+    for dies_of, reason in (("boom", "wrong"), ("", "infrastructure")):
+        family = Gym("countdown", pool=Brittle(dies_of))
+        task = next(family.tasks("train", 0))
+        assert play(family.env(), task, [Reply("boom")]).reason == reason
 
 
 def test_what_the_package_does_not_have_is_refused() -> None:

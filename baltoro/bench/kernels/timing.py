@@ -1,0 +1,83 @@
+"""Timing on a CUDA device: replays of a captured graph, medians, and the device's own ceilings.
+
+In: a function that launches work on the current stream, without reading from the device. Out: microseconds.
+Method: warm-up first, so that compilation stays out; each sample is one event pair around `inner` replays.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Ceilings:
+    """What this device reached in this run: bytes/s of a copy (read + written), flop/s of a bf16 matrix product."""
+
+    bytes_per_s: float
+    flops_per_s: float
+
+    def floor_us(self, num_bytes: float, flops: float = 0.0) -> float:
+        """The longer of moving the bytes and doing the operations."""
+        return 1e6 * max(num_bytes / self.bytes_per_s, flops / self.flops_per_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """One line of the table.
+
+    time_us   median, graph replay
+    floor_us  from the ceilings of the run
+    error     relative distance from the reference; None for a peer that computes something else
+    peers     name -> time_us
+    """
+
+    name: str
+    time_us: float
+    floor_us: float
+    error: float | None
+    peers: dict[str, float]
+
+    @property
+    def over_floor(self) -> float:
+        return self.time_us / self.floor_us
+
+
+def graph_us(launch: Callable[[], object], *, samples: int = 15, inner: int = 10) -> float:
+    """Median time of `launch` replayed from a graph. It must be capturable."""
+    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            launch()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        launch()
+    return _median_us(graph.replay, samples, inner)
+
+
+def _median_us(launch: Callable[[], object], samples: int, inner: int) -> float:
+    found: list[float] = []
+    for _ in range(samples + 2):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        start.record()
+        for _ in range(inner):
+            launch()
+        end.record()
+        end.synchronize()
+        found.append(1e3 * start.elapsed_time(end) / inner)
+    return statistics.median(found[2:])
+
+
+def ceilings() -> Ceilings:
+    """A copy of 1 GiB, and a bf16 product of 8192^3, on random data."""
+    source = torch.randint(0, 255, (1 << 30,), dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    copy_us = _median_us(lambda: target.copy_(source), 15, 5)
+    a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    product_us = _median_us(lambda: torch.mm(a, b), 15, 3)
+    return Ceilings(2 * source.numel() / copy_us * 1e6, 2 * 8192**3 / product_us * 1e6)

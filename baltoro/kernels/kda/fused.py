@@ -1,0 +1,173 @@
+"""The fused KDA forms as Triton kernels: decode, verify of a draft window, fold over all layers in one launch.
+
+In and out: as `fused_reference`, with three differences: rows of slot 0 give zeros, float64 goes to the reference, and
+`fold` wants the layers' views at one distance from each other in one block of memory, as the arena has them.
+No host reads, no allocation beyond the output: all three can be captured in a CUDA graph. FP32 state and sums.
+The kernels are imported at the first call, so this module loads where triton is not installed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from baltoro.errors import ShapeError
+from baltoro.kernels.kda import fused_reference as reference
+from baltoro.kernels.kda.fused_reference import MixerWeights, Window
+
+# tokens a window may have: `verify` pads it to the smallest tile of a matrix product
+MAX_WINDOW, WINDOW_TILE = 8, 16
+
+
+def decode(
+    x: Tensor,
+    raw: Tensor,
+    b: Tensor,
+    gate: Tensor,
+    weights: MixerWeights,
+    history: Tensor,
+    state: Tensor,
+    slots: Tensor,
+    record: Window | None = None,
+) -> Tensor:
+    """As `fused_reference.decode`, in one launch. `record`: a Window of one token to be filled, but for its x."""
+    if state.dtype == torch.float64:
+        return reference.decode(x, raw, b, gate, weights, history, state, slots)
+    from baltoro.kernels.kda.triton_decode import decode_kernel
+
+    reference.check(x, raw, b, gate, weights, history, state)
+    num, heads, values = gate.shape
+    out = x.new_empty(num, heads, values)
+    if num == 0:
+        return out
+    inputs = [_rows(t, num) for t in (x, raw, b, gate)]
+    kept = (out,) * 4 if record is None else (record.k, record.v, record.decay, record.beta)
+    tile = _tile(state)
+    decode_kernel[(heads, num)](
+        *inputs, *_weights(weights), history, state, slots, out, *kept,
+        *(t.stride(0) for t in inputs), *_strides(history, state),
+        weights.lower_bound or 0.0, weights.scale, weights.norm_eps,
+        heads, raw.shape[-1], values, **tile, **_taps(history), IS_BOUNDED=weights.lower_bound is not None,
+        RECORDS=record is not None, **_same_bits(tile),
+    )  # fmt: skip
+    return out
+
+
+def verify(
+    x: Tensor,
+    raw: Tensor,
+    b: Tensor,
+    gate: Tensor,
+    weights: MixerWeights,
+    history: Tensor,
+    state: Tensor,
+    slots: Tensor,
+    window: Window,
+) -> Tensor:
+    """As `fused_reference.verify`, in one launch; it sums in another order than `decode`. Records what it used.
+
+    Errors: ShapeError for more than MAX_WINDOW tokens.
+    """
+    if state.dtype == torch.float64:
+        return reference.verify(x, raw, b, gate, weights, history, state, slots, window)
+    from baltoro.kernels.kda.triton_verify import verify_kernel
+
+    reference.check(x, raw, b, gate, weights, history, state)
+    num, length, heads, values = gate.shape
+    if length > MAX_WINDOW:
+        raise ShapeError(f"a window of {length} tokens; verify takes at most {MAX_WINDOW}")
+    out = x.new_empty(num, length, heads, values)
+    if num == 0 or length == 0:
+        return out
+    inputs = [_rows(t, num * length) for t in (x, raw, b, gate)]
+    tile = {name: max(WINDOW_TILE, size) for name, size in _tile(state).items()}
+    verify_kernel[(heads, num)](
+        *inputs, *_weights(weights), history, state, slots, out,
+        window.x, window.k, window.v, window.decay, window.beta,
+        *(t.stride(0) for t in inputs), *_strides(history, state),
+        weights.lower_bound or 0.0, weights.scale, weights.norm_eps,
+        length, heads, raw.shape[-1], values, BG=WINDOW_TILE, **tile, TAPS=history.shape[1] + 1,
+        IS_BOUNDED=weights.lower_bound is not None, PRECISION="tf32x3" if x.dtype == torch.float32 else "tf32",
+        num_warps=_num_warps(tile),
+    )  # fmt: skip
+    return out
+
+
+def fold(
+    window: Window, histories: Sequence[Tensor], states: Sequence[Tensor], slots: Tensor, accepted: Tensor
+) -> None:
+    """As `fused_reference.fold`, in one launch; equal in every bit to `decode` on the recorded inputs."""
+    if states[0].dtype == torch.float64:
+        return reference.fold(window, histories, states, slots, accepted)
+    from baltoro.kernels.kda.triton_decode import fold_kernel
+
+    layers, num, length, heads, keys = window.k.shape
+    if num == 0:
+        return None
+    tile = _tile(states[0])
+    fold_kernel[(heads, num, layers)](
+        window.x, window.k, window.v, window.decay, window.beta, histories[0], states[0], slots, accepted,
+        num, length, layer_stride(histories), *_strides(histories[0], states[0])[:2],
+        layer_stride(states), states[0].stride(0),
+        heads, keys, window.v.shape[-1], **tile, **_taps(histories[0]), **_same_bits(tile),
+    )  # fmt: skip
+    return None
+
+
+def layer_stride(views: Sequence[Tensor]) -> int:
+    """Elements from one layer's view to the next. Errors: ShapeError if they do not lie at one distance."""
+    size = views[0].element_size()
+    places = [view.data_ptr() for view in views]
+    steps: set[int] = {after - before for before, after in pairwise(places)}
+    is_one_block = len({view.untyped_storage().data_ptr() for view in views}) == 1
+    alike = {(view.dtype, view.shape, view.stride()) for view in views}
+    if len(steps) > 1 or len(alike) > 1 or not is_one_block or any(step % size for step in steps):
+        raise ShapeError("the layers' views are not equally spaced in one block of memory; fold them one by one")
+    return steps.pop() // size if steps else 0
+
+
+def _rows(x: Tensor, num: int) -> Tensor:
+    """[num, *] with unit stride inside a row: a view of a slice of merged projections, a copy only where it must be."""
+    flat = x.reshape(num, -1)
+    return flat if flat.stride(-1) == 1 or flat.shape[-1] == 1 else flat.contiguous()
+
+
+def _weights(weights: MixerWeights) -> tuple[Tensor, ...]:
+    return weights.conv.contiguous(), weights.A_log, weights.dt_bias.contiguous(), weights.norm
+
+
+def _strides(history: Tensor, state: Tensor) -> tuple[int, int, int]:
+    """Slot and row of the history, slot of the state. Errors: ShapeError where a slot is not laid out as it must be."""
+    values, keys = state.shape[-2:]
+    if state.stride()[1:] != (values * keys, keys, 1) or history.stride(-1) != 1 or state.dtype != torch.float32:
+        raise ShapeError(f"state {state.stride()} {state.dtype}: a slot's [H, V, K] must be contiguous and FP32")
+    return history.stride(0), history.stride(1), state.stride(0)
+
+
+def _tile(state: Tensor) -> dict[str, Any]:
+    """Of decode and fold alike: tiles of one shape reduce in one order."""
+    return {"BK": _power_of_two(state.shape[-1]), "BV": _power_of_two(state.shape[-2])}
+
+
+def _taps(history: Tensor) -> dict[str, Any]:
+    taps = history.shape[1] + 1
+    return {"TAPS": taps, "ROWS": _power_of_two(max(1, taps - 1))}
+
+
+def _num_warps(tile: dict[str, Any]) -> int:
+    """64 values of a state to a thread, so that it stays in registers; a function of the tile alone."""
+    size: int = tile["BK"] * tile["BV"]
+    return max(1, min(8, size // (32 * 64)))
+
+
+def _same_bits(tile: dict[str, Any]) -> dict[str, Any]:
+    """How decode and fold are compiled: no choice of the compiler's which product and sum become one."""
+    return {"num_warps": _num_warps(tile), "enable_fp_fusion": False}
+
+
+def _power_of_two(size: int) -> int:
+    return 1 << (size - 1).bit_length()

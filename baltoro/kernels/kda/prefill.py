@@ -1,0 +1,214 @@
+"""The KDA chunk form as Triton kernels, forward only: two launches, four where a long span is cut into segments.
+
+In and out: as `chunk.chunked`; same chunk borders, states at borders inside spans at no extra pass. `v` in bf16 gives
+bf16 products with FP32 sums and state, FP32 values give FP32 products.
+No host reads: all is laid out from host integers, once for all layers of a step. Calls that need gradients, and shapes
+or dtypes that the kernels do not take, go to `flash-linear-attention` where it is installed, else to the reference.
+Limit: the workspace of a group of heads is about 1.2 kB a token and head in bf16; groups are cut to WORKSPACE_BYTES.
+Source: spec/kernels.md A.6 to A.8.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from baltoro.kernels.device import machine
+from baltoro.kernels.kda import chunk as plain
+from baltoro.kernels.kda import fla
+from baltoro.kernels.kda.grid import CHUNK
+from baltoro.kernels.kda.plan import ChunkPlan, choose_segment_chunks, chunk_counts, plan_chunks
+from baltoro.kernels.kda.reference import check_shapes
+from baltoro.kernels.spans import Borders, Spans
+
+WORKSPACE_BYTES = 1 << 30
+# rows of the state that a program of the scan holds, where enough programs are left; fewer rows, more programs
+LARGE_BLOCK, SMALL_BLOCK = 64, 32
+SIZES = (16, 32, 64, 128)
+# tokens whose decays stay within e^-40 .. e^40 of their middle where g >= -5
+BOUNDED_GROUP = 16
+# channels at a time in the preparation; rows of a merged state
+CHANNELS, MERGE_ROWS = 64, 16
+
+
+def chunked(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    spans: Spans,
+    state: Tensor | None,
+    scale: float,
+    chunk: int = CHUNK,
+    is_bounded: bool = False,
+    borders: Borders = (),
+) -> tuple[Tensor, Tensor]:
+    """Arguments and results as `chunk.chunked`; o in v.dtype. `is_bounded` promises g >= -5 and is believed."""
+    tensors = (q, k, v, g, beta) if state is None else (q, k, v, g, beta, state)
+    has_gradient = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+    is_fit = v.dtype in (torch.bfloat16, torch.float32) and k.shape[-1] in SIZES and v.shape[-1] in SIZES
+    if has_gradient or not is_fit or chunk not in SIZES:
+        other = fla.chunked if machine(v.device.type).has_fla else plain.chunked
+        return other(
+            q, k, v, g, beta, spans=spans, state=state, scale=scale, chunk=chunk, is_bounded=is_bounded, borders=borders
+        )
+    check_shapes(q, k, v, g, beta, spans=spans, state=state)
+    if state is None:
+        state = v.new_zeros(len(spans), *v.shape[1:], k.shape[-1], dtype=torch.float32)
+    layout = (spans.lengths, spans.starts, tuple(borders))
+    return run(q, k, v, g, beta, state, layout, scale=scale, chunk=chunk, is_bounded=is_bounded)
+
+
+# lengths, starts, borders of the spans; here a length may be 0
+Layout = tuple[tuple[int, ...], tuple[int, ...], Borders]
+
+
+def run(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    state: Tensor,
+    layout: Layout,
+    *,
+    scale: float,
+    chunk: int = CHUNK,
+    is_bounded: bool = False,
+    segment_chunks: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The launches. `segment_chunks`: cut spans so; None leaves it to the planner. State [N, H, V, K], not written."""
+    heads, (values, keys) = v.shape[1], state.shape[-2:]
+    group = _group(layout, chunk, heads, (2 * values + 4 * keys + chunk) * v.element_size())
+    block = _block(layout, group, values, keys, v.device)
+    if segment_chunks is None:
+        segment_chunks = _choose(layout, chunk, group * (values // block), v.device)
+    plan, tables = _tables(layout, chunk, segment_chunks, v.device)
+    q, k, v, g = (_rows(t) for t in (q, k, v, g))
+    state = state.to(torch.float32).contiguous()
+    out, after = v.new_empty(v.shape), state.new_empty(len(plan.spans) + plan.num_borders, heads, values, keys)
+    shape = {"K": keys, "V": values, "C": chunk}
+    call = _Call(plan, tables, out, after, state, shape, block, _kinds(v.dtype))
+    for first in range(0, heads, group):
+        call.run_heads((q, k, v, g, beta), first, min(group, heads - first), scale, is_bounded)
+    if plan.num_borders < len(plan.borders):
+        rows = [*range(len(plan.spans)), *(len(plan.spans) + border for border in plan.borders)]
+        after = torch.stack([after[row] for row in rows])
+    return out, after
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """What is the same for all groups of heads."""
+
+    plan: ChunkPlan
+    tables: dict[str, Tensor]
+    out: Tensor
+    after: Tensor
+    state: Tensor
+    shape: dict[str, Any]
+    block: int
+    kinds: dict[str, str]
+
+    def run_heads(self, inputs: tuple[Tensor, ...], first: int, heads: int, scale: float, is_bounded: bool) -> None:
+        """Heads first .. first + heads - 1 into `out` and `after`."""
+        from baltoro.kernels.kda.triton_chunk import prepare_kernel, scan_kernel
+
+        plan, tables, shape, kinds = self.plan, self.tables, self.shape, self.kinds
+        num, size = len(plan.chunks), shape["C"]
+        v = inputs[2]
+        w, k_out, q_in = (v.new_empty(num, heads, size, shape["K"]) for _ in range(3))
+        u, a = v.new_empty(num, heads, size, shape["V"]), v.new_empty(num, heads, size, size)
+        gamma = self.state.new_empty(num, heads, shape["K"])
+        if num:
+            prepare_kernel[(num, heads)](
+                *inputs, tables["chunks"], w, u, k_out, q_in, a, gamma, *(t.stride(0) for t in inputs), first, scale,
+                **shape, BLOCK=min(CHANNELS, shape["K"], shape["V"]),
+                FIRST=BOUNDED_GROUP if is_bounded else 1, KIND=kinds["pairs"],
+                INVERSE_KIND=kinds["inverse"], num_warps=8,
+            )  # fmt: skip
+        entering = self._merge((w, u, k_out, gamma), first, heads) if plan.fragments else self.state
+        if plan.segments:
+            scan_kernel[(len(plan.segments), heads, shape["V"] // self.block)](
+                w, u, k_out, q_in, a, gamma, tables["chunks"], tables["segments"], tables["order"], entering,
+                self.out, self.after, len(plan.spans), self.out.shape[1], first,
+                **shape, BV=self.block, IS_CUT=bool(plan.fragments), KIND=kinds["scan"], num_warps=4,
+            )  # fmt: skip
+
+    def _merge(self, made: tuple[Tensor, Tensor, Tensor, Tensor], first: int, heads: int) -> Tensor:
+        """States entering all segments [segments, heads, V, K]."""
+        from baltoro.kernels.kda.triton_chunk import fragment_kernel, merge_kernel
+
+        plan, tables, shape, block = self.plan, self.tables, self.shape, self.block
+        keys, values, num = shape["K"], shape["V"], len(plan.segments)
+        fragments = self.state.new_empty(num, heads, values + keys, keys)
+        entering = self.state.new_empty(num, heads, values, keys)
+        fragment_kernel[(len(plan.fragments), heads, (values + keys) // block)](
+            *made, tables["segments"], tables["fragments"], fragments,
+            **shape, BV=block, KIND=self.kinds["fragment"], num_warps=4,
+        )  # fmt: skip
+        merge_kernel[(len(plan.spans), heads, values // MERGE_ROWS)](
+            self.state, tables["spans"], fragments, entering, self.out.shape[1], first,
+            K=keys, V=values, BV=MERGE_ROWS, KIND=self.kinds["merge"], num_warps=8,
+        )  # fmt: skip
+        return entering
+
+
+def _kinds(dtype: torch.dtype) -> dict[str, str]:
+    """Products of each kernel. The interpreter computes garbage in bf16, so it gets FP32 throughout."""
+    from triton import knobs
+
+    names = ("pairs", "inverse", "scan", "fragment", "merge")
+    if knobs.runtime.interpret:
+        return dict.fromkeys(names, "ieee")
+    if dtype == torch.float32:  # three TF32 products are as good as FP32 and stay on the matrix units
+        return dict.fromkeys(names, "tf32x3")
+    # bf16 factors of pairs, as the peers take them; the errors of M multiply from segment to segment
+    return dict(zip(names, ("bf16", "tf32", "bf16", "tf32", "tf32x3"), strict=True))
+
+
+def _group(layout: Layout, chunk: int, heads: int, row_bytes: int) -> int:
+    """Heads at a time, so that the workspace stays in its bound."""
+    rows = sum(chunk_counts(layout[0], layout[1], chunk)) * chunk
+    return max(1, min(heads, WORKSPACE_BYTES // max(1, rows * row_bytes)))
+
+
+def _block(layout: Layout, heads: int, values: int, keys: int, device: torch.device) -> int:
+    """Rows of the state a program holds."""
+    units = machine(device.type, device.index or 0).num_units
+    is_filled = len(layout[0]) * heads * (values // LARGE_BLOCK) >= units
+    return min(values, keys, LARGE_BLOCK if is_filled else SMALL_BLOCK)
+
+
+def _choose(layout: Layout, chunk: int, programs: int, device: torch.device) -> int | None:
+    counts = chunk_counts(layout[0], layout[1], chunk)
+    units = machine(device.type, device.index or 0).num_units
+    return choose_segment_chunks(counts, programs_per_segment=programs, num_units=units)
+
+
+@lru_cache(maxsize=16)
+def _tables(
+    layout: Layout, chunk: int, segment_chunks: int | None, device: torch.device
+) -> tuple[ChunkPlan, dict[str, Tensor]]:
+    """The plan, and its tables int32 on the device: made once for all layers of a step."""
+    lengths, starts, borders = layout
+    plan = plan_chunks(lengths, starts, chunk=chunk, borders=borders, segment_chunks=segment_chunks)
+    lists = {name: getattr(plan, name) for name in ("chunks", "segments", "order", "spans", "fragments")}
+    flat = {
+        name: [x for row in rows for x in (row if isinstance(row, tuple) else (row,))] for name, rows in lists.items()
+    }
+    joined = torch.tensor([x for values in flat.values() for x in values], dtype=torch.int32).to(device)
+    parts = torch.split(joined, [len(values) for values in flat.values()])
+    return plan, dict(zip(flat, parts, strict=True))
+
+
+def _rows(x: Tensor) -> Tensor:
+    """[T, H, *] with rows of contiguous heads: itself, or a copy."""
+    is_packed = x.stride(2) == 1 and (x.stride(1) == x.shape[2] or x.shape[1] == 1)
+    return x if is_packed else x.contiguous()

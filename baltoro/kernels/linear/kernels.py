@@ -1,0 +1,96 @@
+"""Kernel bodies of `fast`: need triton; imported on first use.
+
+Both write columns [0, num_first) to `first` and the others to `rest`, each in its own dtype, from one fp32 sum.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def few_rows(
+    x,
+    weight,
+    gain,
+    first,
+    rest,
+    num_rows,
+    num_first,
+    num_columns,
+    width,
+    x_stride,
+    eps,
+    ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+):
+    """Up to ROWS rows of x; one program BLOCK_N rows of the weight, products and sums in fp32, no matrix unit.
+
+    With HAS_NORM, x passes through an RMSNorm: the gain before the product, 1 / rms after it (they commute).
+    """
+    row = tl.arange(0, ROWS)
+    column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    weight_row = weight + column.to(tl.int64)[:, None] * width
+    sums = tl.zeros([ROWS, BLOCK_N, BLOCK_K], tl.float32)
+    squares = tl.zeros([ROWS, BLOCK_K], tl.float32)
+    for start in range(0, width, BLOCK_K):
+        k = start + tl.arange(0, BLOCK_K)
+        is_real = k < width
+        w_mask = (column < num_columns)[:, None] & is_real[None, :]
+        w = tl.load(weight_row + k[None, :], mask=w_mask, other=0.0).to(tl.float32)
+        x_mask = (row < num_rows)[:, None] & is_real[None, :]
+        values = tl.load(x + row[:, None] * x_stride + k[None, :], mask=x_mask, other=0.0).to(tl.float32)
+        if HAS_NORM:
+            squares += values * values
+            values = values * tl.load(gain + k, mask=is_real, other=0.0).to(tl.float32)[None, :]
+        sums += values[:, None, :] * w[None, :, :]
+    out = tl.sum(sums, 2)
+    if HAS_NORM:
+        out = out / tl.sqrt(tl.sum(squares, 1) / width + eps)[:, None]
+    split(out, first, rest, row, column, num_rows, num_first, num_columns)
+
+
+@triton.jit
+def many_rows(
+    x,
+    weight,
+    first,
+    rest,
+    num_rows,
+    num_first,
+    num_columns,
+    width,
+    x_stride,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    INTERPRET: tl.constexpr,
+):
+    """A matrix product with the same split of its columns; grid (row blocks, column blocks)."""
+    row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    x_row = x + row.to(tl.int64)[:, None] * x_stride
+    weight_row = weight + column.to(tl.int64)[:, None] * width
+    sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for start in range(0, width, BLOCK_K):
+        k = start + tl.arange(0, BLOCK_K)
+        is_real = (k < width)[None, :]
+        values = tl.load(x_row + k[None, :], mask=(row < num_rows)[:, None] & is_real, other=0.0)
+        w = tl.load(weight_row + k[None, :], mask=(column < num_columns)[:, None] & is_real, other=0.0)
+        if INTERPRET:  # the interpreter multiplies the bit patterns of bf16
+            values, w = values.to(tl.float32), w.to(tl.float32)
+        sums = tl.dot(values, tl.trans(w), sums, input_precision="ieee")
+    split(sums, first, rest, row, column, num_rows, num_first, num_columns)
+
+
+@triton.jit
+def split(out, first, rest, row, column, num_rows, num_first, num_columns):
+    """Store a tile: left columns to `first` [T, num_first], the others to `rest`."""
+    is_row = (row < num_rows)[:, None]
+    is_first = column < num_first
+    wide = row.to(tl.int64)[:, None]
+    tl.store(first + wide * num_first + column[None, :], out, mask=is_row & is_first[None, :])
+    is_rest = (column >= num_first) & (column < num_columns)
+    beside = wide * (num_columns - num_first) + (column - num_first)[None, :]
+    tl.store(rest + beside, out, mask=is_row & is_rest[None, :])

@@ -1,0 +1,73 @@
+"""Routing in one launch (Triton): scores, top A of E with the bias, renormalisation, and how often each was picked.
+
+In and out: as `reference.route`, ties and order too. fp32 without gradients and without groups; anything else goes to
+the reference. Source: spec/k3.md 3.7, spec/kernels.md E.3.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from baltoro.kernels.moe import reference
+
+
+def route(
+    logits: Tensor,
+    bias: Tensor,
+    *,
+    top_k: int,
+    activation: Literal["sigmoid", "softmax"],
+    is_renormalised: bool,
+    scaling: float,
+    num_groups: int = 1,
+    num_top_groups: int = 1,
+) -> tuple[Tensor, Tensor]:
+    """logits [T, E], bias [E] -> ids int64 [T, A], best choice first, and weights [T, A]."""
+    has_gradient = torch.is_grad_enabled() and logits.requires_grad
+    if has_gradient or logits.dtype != torch.float32 or num_groups > num_top_groups:
+        return reference.route(
+            logits,
+            bias,
+            top_k=top_k,
+            activation=activation,
+            is_renormalised=is_renormalised,
+            scaling=scaling,
+            num_groups=num_groups,
+            num_top_groups=num_top_groups,
+        )
+    options: dict[str, Any] = {"is_renormalised": is_renormalised, "scaling": scaling}
+    return select(logits, bias, None, top_k=top_k, activation=activation, **options)
+
+
+def select(
+    logits: Tensor, bias: Tensor, counts: Tensor | None, *, top_k: int, activation: str, **options: Any
+) -> tuple[Tensor, Tensor]:
+    """As `route`, in fp32; adds the number of picks of each expert to `counts`, int32 [E], where given."""
+    from triton import next_power_of_2
+
+    from baltoro.kernels.moe import route_kernels
+
+    num_tokens, num_experts = logits.shape
+    ids = torch.empty(num_tokens, top_k, dtype=torch.int64, device=logits.device)
+    weights = torch.empty(num_tokens, top_k, dtype=torch.float32, device=logits.device)
+    if num_tokens:
+        route_kernels.select[(num_tokens,)](
+            logits.contiguous(),
+            bias.float().contiguous(),
+            ids,
+            weights,
+            ids if counts is None else counts,
+            num_experts,
+            float(options["scaling"]),
+            TOP=top_k,
+            TOP_BLOCK=next_power_of_2(top_k),
+            BLOCK=next_power_of_2(num_experts),
+            IS_SIGMOID=activation == "sigmoid",
+            IS_RENORMALISED=bool(options["is_renormalised"]) and top_k > 1,
+            HAS_COUNTS=counts is not None,
+            num_warps=4,
+        )
+    return ids, weights

@@ -1,0 +1,1 @@
+"""Copies inside the paged arena: blocks of bytes, and new rows into KV pages."""

@@ -1,0 +1,131 @@
+"""The product of packed experts under the interpreter, against the plain form in float64."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+
+from baltoro.kernels.moe import fast_experts
+from baltoro.kernels.moe.experts import ExpertWeights, Packed, gathered
+from baltoro.kernels.moe.permute import permute_experts
+from baltoro.kernels.moe.reference import silu_glu, situ_glu
+from baltoro.kernels.quant import mxfp4
+from tests.kernels.tolerances import TOLERANCES
+
+E, A, M, F = 5, 2, 96, 64
+FORMS = {"pairs": fast_experts.of_pairs, "groups": fast_experts.of_groups}
+ACTIVATIONS = {
+    "situ": partial(situ_glu, beta=4.0, linear_beta=25.0),
+    "situ_linear": partial(situ_glu, beta=2.0, linear_beta=None),
+    "silu": silu_glu,
+}
+
+
+def experts(num: int = E, width: int = M, hidden: int = F) -> ExpertWeights:
+    """Random bytes: every element code; scales over eight binades."""
+
+    def matrix(rows: int, columns: int) -> Packed:
+        packed = torch.randint(0, 256, (num, rows, columns // 2), dtype=torch.uint8)
+        return Packed(packed, torch.randint(118, 126, (num, rows, columns // 32), dtype=torch.uint8))
+
+    return ExpertWeights(w1=matrix(hidden, width), w3=matrix(hidden, width), w2=matrix(width, hidden))
+
+
+def picks(tokens: int, num: int = E) -> tuple[Tensor, Tensor]:
+    return torch.rand(tokens, num).topk(A).indices, torch.rand(tokens, A)
+
+
+def gap(got: Tensor, expected: Tensor) -> float:
+    return float((got.double() - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize("order", ["published", "halved"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("form", list(FORMS))
+def test_product_is_that_of_the_reference(form: str, dtype: torch.dtype, order: str) -> None:
+    z, (ids, weights), bytes_ = torch.randn(2, M).to(dtype), picks(2), experts()
+    activation = ACTIVATIONS["situ"]
+    known = fast_experts.known_activation(activation)
+    assert known is not None
+    out = FORMS[form](z, ids, weights, bytes_ if order == "published" else permute_experts(bytes_), known)
+    expected = gathered(z.double(), ids, weights.double(), bytes_, activation=activation)
+    assert out.dtype == dtype
+    op = "expert_product" if form == "pairs" else "expert_product_grouped"
+    assert gap(out, expected) < TOLERANCES[op][str(dtype).removeprefix("torch.")]
+
+
+@pytest.mark.parametrize("form", list(FORMS))
+@pytest.mark.parametrize("name", ["situ_linear", "silu"])
+def test_other_activations(form: str, name: str) -> None:
+    z, (ids, weights), bytes_ = torch.randn(2, M), picks(2), experts()
+    known = fast_experts.known_activation(ACTIVATIONS[name])
+    assert known is not None
+    out = FORMS[form](z, ids, weights, bytes_, known)
+    expected = gathered(z.double(), ids, weights.double(), bytes_, activation=ACTIVATIONS[name])
+    assert gap(out, expected) < TOLERANCES["expert_product"]["float32"]
+
+
+def test_an_expert_may_have_many_tiles_and_others_no_row() -> None:
+    z, bytes_ = torch.randn(40, M), experts(3)
+    ids, weights = torch.tensor([[0, 2]]).repeat(40, 1), torch.rand(40, A)
+    known = fast_experts.KnownActivation(fast_experts.SITU, 4.0, 25.0)
+    expected = gathered(z.double(), ids, weights.double(), bytes_, activation=ACTIVATIONS["situ"])
+    assert gap(fast_experts.of_groups(z, ids, weights, bytes_, known), expected) < 1e-6
+
+
+@pytest.mark.parametrize("form", list(FORMS))
+def test_w4a8_is_the_product_of_rounded_inputs(form: str) -> None:
+    z, (ids, weights), bytes_ = torch.randn(2, M), picks(2), experts()
+    activation = ACTIVATIONS["situ"]
+    known = fast_experts.known_activation(activation)
+    assert known is not None
+    out = FORMS[form](z, ids, weights, bytes_, known, fake_activations=True)
+    same = gathered(z, ids, weights, bytes_, activation=activation, fake_activations=True)
+    exact = gathered(z.double(), ids, weights.double(), bytes_, activation=activation)
+    assert gap(out, same.double()) < 5e-3  # a rounding of `hidden` may cross a grid line
+    assert 1e-3 < gap(out, exact) < TOLERANCES["expert_product_w4a8"]["float32"]
+
+
+def test_every_code_times_the_ends_of_the_scale_is_exact_and_what_is_beyond_shows() -> None:
+    from baltoro.kernels.moe import expert_kernels
+
+    codes = torch.arange(32, dtype=torch.uint8).remainder(16).repeat(9, 1)
+    scale = torch.tensor([0, 1, 100, 127, 128, 200, 239, 240, 255], dtype=torch.uint8).unsqueeze(-1)
+    packed, hidden = mxfp4.pack(codes), torch.eye(32)
+    ids, weights, out = torch.zeros(32, 1, dtype=torch.int64), torch.ones(32, 1), torch.zeros(32, 9)
+    expert_kernels.second_of_tokens[(32, 1)](
+        hidden, ids, weights, packed, scale, out, 1, 32, 9, BLOCK_N=16, BLOCKS=1, IS_HALVED=False
+    )
+    expected = mxfp4.dequantise(packed, scale, torch.float32)
+    torch.testing.assert_close(out.T, expected, rtol=0, atol=0, equal_nan=True)
+
+
+def test_rows_longer_than_a_step_of_the_loop() -> None:
+    bytes_, (ids, weights) = experts(2, width=608, hidden=32), (torch.tensor([[1]]), torch.ones(1, 1))
+    z, activation = torch.randn(1, 608), ACTIVATIONS["silu"]
+    expected = gathered(z.double(), ids, weights.double(), bytes_, activation=activation)
+    for form in FORMS.values():
+        assert gap(form(z, ids, weights, bytes_, fast_experts.KnownActivation(fast_experts.SILU)), expected) < 1e-6
+
+
+def test_the_entry_picks_a_form_by_the_number_of_pairs_and_leaves_the_rest_to_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bytes_, activation = experts(), ACTIVATIONS["situ"]
+    monkeypatch.setattr(fast_experts, "MAX_PAIRS", 2 * A)
+    for tokens in (2, 3):
+        z, (ids, weights) = torch.randn(tokens, M), picks(tokens)
+        out = fast_experts.expert_product(z, ids, weights, bytes_, activation=activation)
+        assert gap(out, gathered(z.double(), ids, weights.double(), bytes_, activation=activation)) < 1e-6
+    z, (ids, weights) = torch.randn(2, M, dtype=torch.float64), picks(2)
+    out = fast_experts.expert_product(z, ids, weights.double(), bytes_, activation=activation)
+    assert torch.equal(out, gathered(z, ids, weights.double(), bytes_, activation=activation))
+
+
+def test_no_tokens_and_free_rows_of_memory_do_no_harm() -> None:
+    known = fast_experts.KnownActivation(fast_experts.SILU)
+    for form in FORMS.values():
+        assert form(torch.empty(0, M), *picks(0), experts(), known).shape == (0, M)

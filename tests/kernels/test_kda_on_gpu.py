@@ -1,0 +1,108 @@
+"""The KDA kernels on a CUDA device at K3's head size: the float64 forms, the fold in bits, segments."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from baltoro.kernels.kda import fused, prefill
+from baltoro.kernels.kda import fused_reference as reference
+from baltoro.kernels.kda.fused_reference import MixerWeights, Window
+from baltoro.kernels.kda.reference import l2_norm, recurrent
+from baltoro.kernels.spans import Spans
+
+pytestmark = pytest.mark.gpu
+
+H, K, U, TAPS, G = 3, 128, 9, 4, 8
+WIDTH = 3 * H * K
+SLOTS = (6, 0, 3, 8)
+NAMES = ("conv", "A_log", "dt_bias", "norm")
+
+
+def gap(got: Tensor, expected: Tensor) -> float:
+    """Relative distance in the 2-norm."""
+    return float((got.double() - expected.double()).norm() / expected.double().norm())
+
+
+def draw(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.randn(*shape, device="cuda").to(dtype)
+
+
+def case(dtype: torch.dtype) -> tuple[list[Tensor], MixerWeights, Tensor, Tensor]:
+    """Inputs of G tokens of each request, weights, history and state."""
+    lead = (len(SLOTS), G)
+    inputs = [draw(*lead, *rest, dtype=dtype) for rest in ((WIDTH,), (H, K), (H,), (H, K))]
+    f32 = torch.float32
+    weights = MixerWeights(
+        draw(WIDTH, TAPS, dtype=f32) * 0.5, draw(H, dtype=f32) * 0.3, draw(H, K, dtype=f32) - 2, draw(K, dtype=f32),
+        1e-5, -5.0, K**-0.5,
+    )  # fmt: skip
+    return inputs, weights, draw(U, TAPS - 1, WIDTH, dtype=dtype), draw(U, H, K, K, dtype=f32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_decode_and_verify(dtype: torch.dtype) -> None:
+    inputs, weights, history, state = case(dtype)
+    exact = replace(weights, **{name: getattr(weights, name).double() for name in NAMES})
+    past, matrix, slots = history.double(), state.double(), torch.tensor(SLOTS, device="cuda")
+    window = Window.empty(len(SLOTS), G, heads=H, keys=K, values=K, dtype=dtype, device="cuda")
+    before = state.clone()
+    at_once = fused.verify(*inputs, weights, history, state, slots, window)
+    assert torch.equal(state, before)
+    live, bound = [0, 2, 3], 1e-5 if dtype == torch.float32 else 8e-3
+    for t in range(G):
+        token = [x[:, t] for x in inputs]
+        expected = reference.decode(*(x.double() for x in token), exact, past, matrix, slots)
+        got = fused.decode(*token, weights, history, state, slots)
+        assert gap(got[live], expected[live]) < bound and gap(at_once[live, t], expected[live]) < bound
+        assert (got[1] == 0).all() and (at_once[1] == 0).all()
+    assert gap(state[1:], matrix[1:]) < bound and torch.equal(history[1:].double(), past[1:])
+
+
+def test_fold_equals_decode_in_every_bit_for_every_accepted_length() -> None:
+    layers, slots = 3, torch.tensor(SLOTS, device="cuda")
+    inputs, weights, _, _ = case(torch.bfloat16)
+    states = draw(U, layers, H, K, K, dtype=torch.float32)
+    histories = draw(U, layers, TAPS - 1, WIDTH)
+    first = states.clone(), histories.clone()
+    window = Window.empty(len(SLOTS), G, heads=H, keys=K, values=K, dtype=torch.bfloat16, device="cuda", layers=layers)
+    after = [first]
+    for t in range(G):
+        for layer in range(layers):
+            kept = window.layer(layer)
+            kept.x.copy_(inputs[0])
+            one = Window(*(torch.empty_like(getattr(kept, n)[:, :1]) for n in ("x", "k", "v", "decay", "beta")))
+            token = [x[:, t] for x in inputs]
+            fused.decode(*token, weights, histories[:, layer], states[:, layer], slots, record=one)
+            for name in ("k", "v", "decay", "beta"):
+                getattr(kept, name)[:, t : t + 1] = getattr(one, name)
+        after.append((states.clone(), histories.clone()))
+    for count in range(G + 1):
+        state, history = first[0].clone(), first[1].clone()
+        views = [history[:, i] for i in range(layers)], [state[:, i] for i in range(layers)]
+        accepted = torch.full((len(SLOTS),), count, dtype=torch.int32, device="cuda")
+        fused.fold(window, *views, slots, accepted)
+        assert torch.equal(state, after[count][0]) and torch.equal(history, after[count][1]), count
+
+
+@pytest.mark.parametrize("is_bounded", [True, False])
+@pytest.mark.parametrize("segment_chunks", [None, 1, 2])
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.bfloat16, 6e-3), (torch.float32, 1e-5)])
+def test_prefill(is_bounded: bool, segment_chunks: int | None, dtype: torch.dtype, bound: float) -> None:
+    lengths, starts, borders = (1, 63, 130, 300, 17), (0, 64, 5, 0, 60), ((3, 128), (2, 59))
+    num = sum(lengths)
+    q, k = (l2_norm(torch.randn(num, H, K, device="cuda").double()) for _ in range(2))
+    v = draw(num, H, K, dtype=dtype)
+    g = -5 * torch.sigmoid(torch.randn(num, H, K, device="cuda").double() - 3)
+    beta, state = torch.rand(num, H, device="cuda").double(), torch.randn(len(lengths), H, K, K, device="cuda")
+    spans = Spans.build(lengths, starts, device="cuda")
+    expected, wanted = recurrent(
+        q, k, v.double(), g, beta, spans=spans, state=state.double(), scale=K**-0.5, borders=borders
+    )
+    options = {"scale": K**-0.5, "is_bounded": is_bounded, "segment_chunks": segment_chunks}
+    layout = (lengths, starts, borders)
+    o, after = prefill.run(q.float(), k.float(), v, g.float(), beta.float(), state, layout, **options)
+    assert gap(o, expected) < bound and gap(after, wanted) < bound

@@ -1,0 +1,95 @@
+"""Triton forms of latent attention, depth mix, copies and sampling on a CUDA device at K3's widths; logic: interp/."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from baltoro.kernels.attnres import fast as attnres
+from baltoro.kernels.attnres import fused
+from baltoro.kernels.mla import split_decode
+from baltoro.kernels.paged import fast as paged
+from baltoro.kernels.paged import reference as plain
+from baltoro.kernels.sample import fast as sampling
+from baltoro.kernels.sample.reference import sample
+from tests.kernels.tolerances import TOLERANCES
+
+pytestmark = pytest.mark.gpu
+
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+
+
+def gap(got: Tensor, exact: Tensor) -> float:
+    return float((got.double() - exact).norm() / exact.norm())
+
+
+def bound(op: str, dtype: torch.dtype) -> float:
+    return max(1e-5, TOLERANCES[op][str(dtype).removeprefix("torch.")])
+
+
+@DTYPES
+@pytest.mark.parametrize(("heads", "window"), [(12, 1), (12, 8), (24, 1), (96, 1), (96, 8)])
+def test_latent_attention(heads: int, window: int, dtype: torch.dtype) -> None:
+    lengths = torch.tensor([window, 64, 65, 1000, 4097], device="cuda")
+    arena = torch.randn(400, 64, 2, 576, device="cuda").to(dtype)
+    kv = arena[:, :, 1]
+    table = torch.stack([torch.randperm(399, device="cuda")[:66] + 1 for _ in range(5)])
+    table[1:3] = table[0]  # requests may share pages
+    q = torch.randn(5, window, heads, 576, device="cuda").to(dtype)
+    for splits in (None, 1, 5):
+        out, lse = split_decode.attend_absorbed(q, kv, table, lengths, latent=512, scale=192**-0.5, splits=splits)
+        exact, exact_lse = split_decode.attend_window(
+            q.double(), kv.double(), table, lengths, latent=512, scale=192**-0.5
+        )
+        assert gap(out, exact) < bound("mla_attend_absorbed", dtype)
+        assert gap(lse, exact_lse) < 1e-2 if dtype == torch.bfloat16 else gap(lse, exact_lse) < 1e-5
+
+
+@DTYPES
+@pytest.mark.parametrize("tokens", [1, 33])
+@torch.no_grad()
+def test_depth_mix(tokens: int, dtype: torch.dtype) -> None:
+    bank = torch.randn(8, tokens, 7168, device="cuda").to(dtype)
+    prefix, update = (torch.randn(tokens, 7168, device="cuda").to(dtype) for _ in range(2))
+    queries, gain = torch.randn(24, 7168, device="cuda") * 0.02, torch.rand(7168, device="cuda") + 0.5
+    wide = [one.double() for one in (bank, prefix, update, queries[3], gain)]
+    exact = fused.read(*wide, 1e-5, 1e-5)
+    total, out = attnres.read(bank, prefix, update, queries[3], gain, 1e-5, 1e-5)
+    assert torch.equal(total, prefix + update)
+    assert gap(out, exact[1]) < bound("attnres_read", dtype)
+    part, lse = attnres.scan_bank(bank, queries, 1e-5)
+    out = attnres.fold(part[3], lse[3], prefix, update, queries[3], gain, 1e-5, 1e-5)[1]
+    assert gap(out, exact[1]) < bound("attnres_fold", dtype)
+    sources = torch.cat([bank, total.unsqueeze(0)])
+    assert gap(attnres.mix(sources, queries[3], 1e-5), fused._mix(sources.double(), wide[3], 1e-5)) < bound(
+        "attnres_mix", dtype
+    )
+
+
+def test_copies_are_bit_equal() -> None:
+    blocks = torch.randint(-(2**62), 2**62, (20, 100_003), device="cuda")
+    expected = blocks.clone()
+    sources, targets = torch.tensor([1, 1, 7], device="cuda"), torch.tensor([3, 4, 19], device="cuda")
+    paged.copy_blocks(blocks, sources, targets)
+    plain.copy_blocks(expected, sources, targets)
+    assert torch.equal(blocks, expected)
+    kv = torch.randn(9, 64, 3, 576, device="cuda").bfloat16()
+    other = kv.clone()
+    places = (torch.tensor([1, 8, 2], device="cuda"), torch.tensor([0, 63, 5], device="cuda"))
+    rows = torch.randn(3, 576, device="cuda").bfloat16()
+    paged.scatter_rows(kv[:, :, 2], places, rows[:, :512], rows[:, 512:])
+    plain.scatter_rows(other[:, :, 2], places, rows[:, :512], rows[:, 512:])
+    assert torch.equal(kv, other)
+
+
+def test_sampled_ids() -> None:
+    logits = torch.randn(64, 163840, device="cuda") * 3
+    logits[3, ::2] = float("-inf")
+    top_k = torch.tensor([0, 40, 1, 0] * 16, device="cuda")
+    top_p = torch.tensor([1.0, 0.9, 0.5, 0.95] * 16, device="cuda")
+    min_p = torch.tensor([0.0, 0.0, 0.0, 0.02] * 16, device="cuda")
+    uniform = torch.rand(64, device="cuda", dtype=torch.float64)
+    got = sampling.sample(logits, top_k, top_p, min_p, uniform)
+    # a number within rounding of a border may fall to either side
+    assert (got == sample(logits, top_k, top_p, min_p, uniform)).float().mean() > 0.98

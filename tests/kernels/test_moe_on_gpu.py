@@ -1,0 +1,69 @@
+"""The Triton forms of the mixture of experts on a CUDA device, against float64; the logic is tested in interp/."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+
+from baltoro.bench.kernels.moe import resident_experts
+from baltoro.kernels.linear import fast, reference
+from baltoro.kernels.moe import fast_experts, fast_route
+from baltoro.kernels.moe.experts import grouped
+from baltoro.kernels.moe.permute import permute_experts
+from baltoro.kernels.moe.reference import route, situ_glu
+from tests.kernels.tolerances import TOLERANCES
+
+pytestmark = pytest.mark.gpu
+
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+
+
+def gap(got: Tensor, expected: Tensor) -> float:
+    return float((got.double() - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize("tokens", [1, 7, 300])
+def test_route(tokens: int) -> None:
+    logits, bias = torch.randn(tokens, 896, device="cuda"), torch.randn(896, device="cuda") * 0.1
+    logits[0, ::3] = 0.5  # ties
+    options = {"top_k": 16, "activation": "sigmoid", "is_renormalised": True, "scaling": 2.5}
+    ids, weights = fast_route.route(logits, bias, **options)
+    expected_ids, expected = route(logits.double(), bias.double(), **options)
+    assert gap(weights, expected) < TOLERANCES["route"]["float32"]
+    # keys that differ by less than fp32 resolves may swap
+    assert (ids == expected_ids).float().mean() > 0.999
+
+
+@DTYPES
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 8, 9, 100, 300])
+def test_products(rows: int, dtype: torch.dtype) -> None:
+    name = str(dtype).removeprefix("torch.")
+    x = torch.randn(rows, 7168, device="cuda").to(dtype)
+    weight = (torch.randn(896 + 3585, 7168, device="cuda") * 0.02).to(dtype)
+    logits, rest = fast.router_linear(x, weight, 896)
+    expected, expected_rest = reference.router_linear(x.double(), weight.double(), 896)
+    assert gap(logits, expected) < 1e-5 and gap(rest, expected_rest) < max(1e-5, TOLERANCES["router_linear"][name])
+    assert gap(fast.linear(x, weight), torch.cat((expected, expected_rest), 1)) < max(1e-5, TOLERANCES["linear"][name])
+    gain = torch.rand(7168, device="cuda").to(dtype)
+    expected = reference.norm_linear(x.double(), gain.double(), weight.double(), 1e-5)
+    assert gap(fast.norm_linear(x, gain, weight, 1e-5), expected) < max(1e-5, TOLERANCES["norm_linear"][name])
+
+
+@DTYPES
+@pytest.mark.parametrize("is_halved", [False, True])
+@pytest.mark.parametrize(("tokens", "active"), [(1, 16), (4, 16), (50, 3), (400, 8)])
+def test_experts(tokens: int, active: int, is_halved: bool, dtype: torch.dtype) -> None:
+    weights = resident_experts("cuda", num=24, width=608, inner=352)
+    experts = permute_experts(weights) if is_halved else weights
+    z = torch.randn(tokens, 608, device="cuda").to(dtype)
+    ids = torch.rand(tokens, 24, device="cuda").topk(active).indices
+    shares, activation = torch.rand(tokens, active, device="cuda"), partial(situ_glu, beta=4.0, linear_beta=25.0)
+    expected = grouped(z.double(), ids, shares.double(), weights, activation=activation)
+    out = fast_experts.expert_product(z, ids, shares, experts, activation=activation)
+    bound = TOLERANCES["expert_product_grouped"]["bfloat16"] if dtype == torch.bfloat16 else 1e-5
+    assert gap(out, expected) < bound
+    again = fast_experts.expert_product(z, ids, shares, experts, activation=activation)
+    assert torch.equal(out, again)

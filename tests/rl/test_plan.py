@@ -1,0 +1,79 @@
+"""The dry run: arithmetic that is that of the real thing, and refusals that name the key."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from baltoro.errors import ConfigError
+from baltoro.rl.parts import engine_config
+from baltoro.rl.plan import choices, make_plan
+from baltoro.rl.recipe import RLConfig
+from baltoro.rl.sync import export
+from baltoro.trainer.policy_step import first_adapter
+from tests.rl.runs import MODEL, recipe
+
+
+def plan_of(config: RLConfig):  # type: ignore[no-untyped-def]
+    return make_plan(config, MODEL, engine_config(config))
+
+
+def test_bytes_of_a_publication_are_those_that_are_sent() -> None:
+    config = recipe(Path("x"))
+    found = plan_of(config)
+    tensors = export(first_adapter(MODEL, rank=3, alpha=6.0, dtype=torch.float32), MODEL)
+    assert found.sync_bytes == sum(raw.data.nbytes for raw in tensors.values())
+    assert found.sync_tensors == len(tensors)
+    assert found.slot_bytes == 2 * found.adapter_bytes and found.optimizer_bytes == 2 * found.adapter_bytes
+    assert found.attempts == 8 and found.most_tokens == 96 and found.num_bases == 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"optim": {"micro_tokens": 12}}, "optim.micro_tokens"),
+        ({"engine": {"options": {"max_lora_rank": 2}}}, "max_lora_rank"),
+        ({"engine": {"options": {"max_loras": 1}}}, "max_loras"),
+        ({"engine": {"options": {"lora_experts": False}}}, "lora_experts"),
+        ({"engine": {"options": {"max_context": 8}}}, "max_context"),
+        ({"engine": {"sleeps": True}}, "engine.sleeps"),
+        ({"engine": {"options": {"device": "cuda"}}}, "engine.place"),
+        ({"partial": {"resume": "carry"}}, "engine.place process"),
+        ({"partial": {"share": 0.5, "max_staleness": 0}}, "max_staleness"),
+        ({"partial": {"max_tokens": 4096}, "optim": {"micro_tokens": 9000}}, "max_tokens 4096"),
+        ({"rollout": {"judge_threads": 2}}, "is_deterministic"),
+        ({"shaping": {"tau": 2.0}, "rollout": {"pool": 4}}, "shaping.counted"),
+    ],
+)
+def test_what_cannot_work_is_refused_with_its_key(changes: dict[str, Any], key: str) -> None:
+    with pytest.raises(ConfigError, match=key):
+        plan_of(recipe(Path("x"), **changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"algorithm": "ppo"}, "algorithm"),
+        ({"rollout": {"group_size": 1}}, "group_size"),
+        ({"rollout": {"efforts": ["high"]}}, "efforts"),
+        ({"policy": {"clip_lo": 0.1}}, "did you mean policy.clip_low"),
+        ({"policy": {"tis_high": 2.0}}, "correct for the engine twice"),
+        ({"shaping": {"tau": 2.0}}, "rollout.pool"),
+        ({"tau_stages": [{"until": 0.5, "tau": 2.0}]}, "rollout.pool"),
+        ({"steps": 0}, "steps"),
+        ({"tasks": []}, "tasks"),
+    ],
+)
+def test_a_recipe_that_cannot_be_meant_is_refused(changes: dict[str, Any], key: str) -> None:
+    with pytest.raises(ConfigError, match=key):
+        recipe(Path("x"), **changes)
+
+
+def test_a_name_stands_for_its_settings_and_single_keys_may_differ() -> None:
+    config = recipe(Path("x"), algorithm="dr_grpo", policy={"clip_high": 0.4})
+    assert config.policy_loss.fixed_length == 12 and config.policy_loss.clip_high == 0.4
+    assert not config.advantages.is_normalised
+    assert any(one.name == "aggregation" and one.value == "fixed_length 12" for one in choices(config))
