@@ -1,6 +1,6 @@
 """What a piece of work asks of the host: aten operations dispatched, and waits for the device.
 
-In: code run under `OpCounter`. Out: counts by the phase that was open, waits by kind and phase.
+In: code run under `OpCounter`. Out: counts by the part of the step that was open, waits by kind and part.
 On a GPU each operation costs the host some microseconds, whatever its size, and each wait drains the queue of launched
 work. Both can be counted on a CPU: an operation that must read a tensor's values to know its own result would wait
 on a GPU. `tensor from host` is a tensor made of Python numbers: a copy to the device.
@@ -46,21 +46,21 @@ class OpCounter:
         self.kernels: Counter[str] = Counter()
         self.waits: Counter[tuple[str, str]] = Counter()
         self.names: Counter[tuple[str, str]] = Counter()
-        self._phases: list[str] = ["other"]
+        self._parts: list[str] = ["other"]
 
     @property
-    def phase(self) -> str:
-        """The innermost open phase."""
-        return self._phases[-1]
+    def part(self) -> str:
+        """The innermost open part."""
+        return self._parts[-1]
 
     @contextmanager
-    def in_phase(self, name: str) -> Iterator[None]:
+    def counting_for(self, name: str) -> Iterator[None]:
         """What is dispatched within counts for `name`."""
-        self._phases.append(name)
+        self._parts.append(name)
         try:
             yield
         finally:
-            self._phases.pop()
+            self._parts.pop()
 
     @contextmanager
     def counting(self) -> Iterator[OpCounter]:
@@ -69,31 +69,31 @@ class OpCounter:
             yield self
 
     def wrap(self, function: Callable[..., Any], name: str) -> Callable[..., Any]:
-        """`function`, counted as phase `name`."""
+        """`function`, counted as part `name`."""
 
         def counted(*args: Any, **kwargs: Any) -> Any:
-            with self.in_phase(name):
+            with self.counting_for(name):
                 return function(*args, **kwargs)
 
         return counted
 
     def see(self, name: str, args: Sequence[Any]) -> None:
         """One dispatched operation."""
-        self.ops[self.phase] += 1
-        self.names[self.phase, name] += 1
+        self.ops[self.part] += 1
+        self.names[self.part, name] += 1
         if name not in FREE:
-            self.kernels[self.phase] += 1
+            self.kernels[self.part] += 1
         kind = _wait(name, args)
         if kind is not None:
-            self.waits[self.phase, kind] += 1
+            self.waits[self.part, kind] += 1
 
-    def waits_in(self, *phases: str, kinds: Sequence[str] | None = None) -> dict[tuple[str, str], int]:
-        """Waits of these phases (all if none is named), of these kinds (all but tensors from the host)."""
+    def waits_in(self, *parts: str, kinds: Sequence[str] | None = None) -> dict[tuple[str, str], int]:
+        """Waits of these parts (all if none is named), of these kinds (all but tensors from the host)."""
         found = {}
-        for (phase, kind), count in self.waits.items():
+        for (part, kind), count in self.waits.items():
             wanted = kind != FROM_HOST if kinds is None else kind in kinds
-            if wanted and (not phases or phase in phases):
-                found[phase, kind] = count
+            if wanted and (not parts or part in parts):
+                found[part, kind] = count
         return found
 
 
@@ -112,9 +112,9 @@ def _wait(name: str, args: Sequence[Any]) -> str | None:
     return None
 
 
-class _Dispatches(TorchDispatchMode):
+class _Dispatches(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, counter: OpCounter) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.counter = counter
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -133,5 +133,5 @@ class _Functions(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kind = READING_METHODS.get(func) if callable(func) else None
         if kind is not None:
-            self.counter.waits[self.counter.phase, kind] += 1
+            self.counter.waits[self.counter.part, kind] += 1
         return func(*args, **(kwargs or {}))

@@ -122,7 +122,7 @@ def _planes(bits: NDArray[np.uint16]) -> tuple[NDArray[np.uint8], NDArray[np.uin
 
 def _joined(high: NDArray[np.uint8], low: NDArray[np.uint8]) -> NDArray[np.uint16]:
     turned = (high.astype(np.uint16) << 8) | low
-    return (turned >> 1) | (turned << 15)
+    return ((turned >> 1) | (turned << 15)).astype(np.uint16)
 
 
 def _join(folder: Path) -> bytes:

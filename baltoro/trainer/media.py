@@ -10,6 +10,7 @@ from itertools import groupby
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from baltoro.errors import ConfigError
 from baltoro.model.config import K3Config
@@ -27,7 +28,9 @@ def media_of(batch: MicroBatch, config: K3Config) -> Media | None:
     size, merge = config.vision.patch_size, config.vision.merge
     # by size, so that the tower takes all of one size together
     order = sorted(range(len(batch.pictures)), key=lambda n: batch.pictures[n].shape[1:])
-    pixels, grids, firsts, counts = [], [], [0] * len(order), [0] * len(order)
+    pixels: list[NDArray[np.float32]] = []
+    grids: list[tuple[int, int, int]] = []
+    firsts, counts = [0] * len(order), [0] * len(order)
     num_features = 0
     for (height, width), group in groupby(order, key=lambda n: batch.pictures[n].shape[1:]):
         members = list(group)

@@ -76,19 +76,21 @@ class Run:
         """Hand the worker's gradients to the masters."""
         if self.worker is self.model:
             return
-        pairs = [pair for pair in zip(self.masters, self.copies, strict=True) if pair[1].grad is not None]
-        for master, _ in pairs:
-            master.grad = torch.empty_like(master)
-        torch._foreach_copy_([master.grad for master, _ in pairs], [copy.grad for _, copy in pairs])
-        for _, copy in pairs:
-            copy.grad = None
+        found: list[Tensor] = []
+        into: list[Tensor] = []
+        for master, copy in zip(self.masters, self.copies, strict=True):
+            if copy.grad is not None:
+                master.grad = torch.empty_like(master)
+                found.append(copy.grad)
+                into.append(master.grad)
+                copy.grad = None
+        torch._foreach_copy_(into, found)
 
-    @torch.no_grad()
     @torch.no_grad()
     def publish(self) -> None:
         """Round the masters into the worker, after a step or a load."""
         if self.worker is not self.model:
-            torch._foreach_copy_(self.copies, self.masters)
+            torch._foreach_copy_(list[Tensor](self.copies), list[Tensor](self.masters))
 
     def ramp(self) -> float:
         """Factor on the learning rate: below 1 only for the first steps after the optimizers began anew."""

@@ -67,7 +67,9 @@ def launch_step(run: Run) -> Pending:
     run.publish()
     tokens = sum(batch.num_tokens for batch in work.batches)
     run.step, run.tokens = run.step + 1, run.tokens + tokens
-    singles = torch.stack([value.to(device, torch.float64) for value in (sum(aheads), grad_norm, max_logit)])
+    singles = torch.stack(
+        [value.to(device, torch.float64) for value in (torch.stack(aheads).sum(), grad_norm, max_logit)]
+    )
     return Pending(
         step=run.step,
         stage=config.stage_index(run.step - 1),

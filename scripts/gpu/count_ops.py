@@ -82,7 +82,7 @@ def _label_modules(model: nn.Module, counter: OpCounter) -> list[Any]:
             opened: list[Any] = []
 
             def enter(*_: Any, label: str = label, opened: list[Any] = opened) -> None:
-                opened.append(counter.in_phase(f"forward {label}"))
+                opened.append(counter.counting_for(f"forward {label}"))
                 opened[-1].__enter__()
 
             def leave(*_: Any, opened: list[Any] = opened) -> None:

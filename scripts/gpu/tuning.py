@@ -26,10 +26,9 @@ def pack(folder: Path, target: Path, *, limit: int = LIMIT_BYTES) -> str:
     """Write `target`, whole or not at all; returns what was packed."""
     files = sorted(p for p in folder.rglob("*") if p.is_file() and p.suffix in NEEDED and not _is_unfinished(p, folder))
     choices = [p for p in files if p.name.endswith(".autotune.json")]
-    for what, chosen in (("times and kernels", files), ("times", choices)):
-        data = _archive(folder, chosen)
-        if len(data) <= limit:
-            break
+    what, data = "times and kernels", _archive(folder, files)
+    if len(data) > limit:
+        what, data = "times", _archive(folder, choices)
     target.parent.mkdir(parents=True, exist_ok=True)
     beside = target.with_name(target.name + ".new")
     beside.write_bytes(data)

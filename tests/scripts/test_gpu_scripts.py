@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -53,7 +54,8 @@ def test_a_killed_call_and_a_second_machine_end_with_the_model(tmp_path: Path) -
     first = session(tmp_path, 600)
     deadline = time.monotonic() + 200
     while not (tmp_path / "out" / "metrics.jsonl.gz").is_file() and time.monotonic() < deadline:
-        time.sleep(0.05)
+        with suppress(subprocess.TimeoutExpired):
+            first.wait(timeout=0.05)
     os.killpg(first.pid, signal.SIGKILL)
     first.wait(timeout=30)
 

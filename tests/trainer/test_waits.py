@@ -53,7 +53,7 @@ def test_a_step_waits_for_nothing_and_takes_nothing_from_the_host(
             pending = [launch_step(run) for _ in range(2)]
     assert counter.ops["other"] > 1000
     assert {place: count for place, count in counter.waits.items() if place[0] != "host"} == {}
-    with counter.counting(), counter.in_phase("read"):
+    with counter.counting(), counter.counting_for("read"):
         records = read_records(pending)
     assert counter.waits_in("read") == {("read", "tolist"): 1}
     assert [record.step for record in records] == [2, 3]
@@ -90,7 +90,7 @@ def test_the_counter_sees_what_would_wait() -> None:
     }
     for kind, act in kinds.items():
         counter = OpCounter()
-        with counter.counting(), counter.in_phase("here"):
+        with counter.counting(), counter.counting_for("here"):
             act()
         assert counter.waits["here", kind] == 1, kind
     free = OpCounter()
