@@ -44,13 +44,14 @@ def test_features_go_to_the_pads_in_order_across_documents_and_sizes() -> None:
 
 
 def test_a_picture_changes_the_loss_of_its_document_only() -> None:
-    model = new_model(tiny_k3(), std=0.2, decay="slow")
+    model = new_model(tiny_k3(), std=0.2, decay="slow", dtype=torch.float64)
     losses = []
     for shade in (10, 250):
         batch = pack([sample([1, PAD, 2, 3], [shade]), sample([5, 6, 7], [])])
         losses.append(objective(model, batch, FakeQuant())[0])
     assert not torch.allclose(losses[0][1:3], losses[1][1:3])
-    assert torch.equal(losses[0][3:], losses[1][3:])
+    # tokens of both documents share the experts' products, whose rounding follows their number of rows
+    torch.testing.assert_close(losses[0][3:], losses[1][3:], rtol=0, atol=1e-13)
 
 
 def test_pads_without_pictures_are_an_error() -> None:
