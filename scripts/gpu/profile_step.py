@@ -2,8 +2,8 @@
 
     python scripts/gpu/profile_step.py --data data/tiny --tokens 65536
 
-Prints: seconds of the first steps (tuning), a step's wall time, the GPU's busy time within it, the number and length of
-gaps between kernels, the kernels that take longest, and the host's time by phase (launching, not waiting).
+Prints: seconds of the first steps (tuning), a step's wall time, the host's time by part (launching, not waiting), the
+places where the host waits, the GPU's busy time, the gaps between kernels, the kernels that take longest.
 """
 
 from __future__ import annotations
@@ -11,9 +11,11 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections import defaultdict
+import warnings
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -37,13 +39,7 @@ def make_run(recipe: str, data: str, tokens: int, stage: int, changes: Sequence[
     sizes = [f"batch.tokens={tokens}", f"batch.micro_tokens={tokens}", f'data.folder="{data}"', *changes]
     config = load_config(TrainConfig, recipe, sizes)
     picked = config.stages[stage]
-    return Run.create(_with_stage(config, picked))
-
-
-def _with_stage(config: TrainConfig, stage: Any) -> TrainConfig:
-    from dataclasses import replace
-
-    return replace(config, stages=(replace(stage, until=1.0),))
+    return Run.create(replace(config, stages=(replace(picked, until=1.0),)))
 
 
 def wait(run: Run) -> None:
@@ -96,6 +92,25 @@ def show_host(run: Run, steps: int) -> None:
         print(f"  {name:<22}{seconds / steps * 1e3:8.1f}")
 
 
+def show_waits(run: Run) -> None:
+    """Where a step makes the host wait for the device: it should be nowhere."""
+    wait(run)
+    if torch.device(run.config.device).type != "cuda":
+        return
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            pending = step_module.launch_step(run)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    read_records([pending])
+    places = Counter(f"{one.filename}:{one.lineno}" for one in found if "synchroniz" in str(one.message))
+    print(f"\nwaits in a step: {sum(places.values())}")
+    for place, count in places.most_common():
+        print(f"  {count:4d} {place}")
+
+
 def show_device(run: Run, rows: int) -> None:
     """One step under the profiler."""
     wait(run)
@@ -144,6 +159,7 @@ def main() -> None:
         record = step_module.train_step(run)
         print(f"step {record.step}: {time.perf_counter() - began:.2f} s, loss {record.loss:.3f}")
     show_host(run, 5)
+    show_waits(run)
     show_device(run, args.rows)
 
 

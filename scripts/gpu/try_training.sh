@@ -7,7 +7,7 @@ set -uo pipefail
 cd "$(dirname "$0")/../.."
 . scripts/gpu/common.sh
 "$python" -m baltoro explain --device cuda || true
-"$python" -m pytest -q -m gpu -p no:cacheprovider tests/kernels 2>&1 | tail -30
+"$python" -m pytest -q -m gpu -p no:cacheprovider tests/kernels tests/trainer 2>&1 | tail -30
 unpack_data || exit 1
 echo "data after $SECONDS s"
 "$python" scripts/gpu/profile_step.py --data "$data" ${PROFILE_ARGS:-} 2>&1 | tee "$out/profile.txt"
