@@ -12,9 +12,9 @@ import typer
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from baltoro.model.decoder import K3Model
     from baltoro.trainer.config import TrainConfig
     from baltoro.trainer.loop import Progress
+    from baltoro.trainer.run import Run
 
 
 def train(
@@ -26,6 +26,13 @@ def train(
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint in the folder.")] = False,
     export: Annotated[
         Path | None, typer.Option(help="Model folder to write at the end: published layout, MXFP4 experts.")
+    ] = None,
+    stop_after: Annotated[
+        float | None, typer.Option(metavar="SECONDS", help="Stop with a checkpoint when so much time has passed.")
+    ] = None,
+    compact: Annotated[
+        Path | None,
+        typer.Option(help="Folder for a small form of every checkpoint; a run without one goes on from what is there."),
     ] = None,
     plot: Annotated[bool, typer.Option("--plot", help="Draw loss.png and load.png (needs the extra `train`).")] = False,
 ) -> None:
@@ -41,6 +48,8 @@ def train(
         baltoro train recipes/mini.toml --set steps=200 --out runs/short
 
         baltoro train recipes/mini.toml --resume
+
+        baltoro train recipes/mini.toml --compact runs/carry --stop-after 540
     """
     from rich.console import Console
 
@@ -51,12 +60,14 @@ def train(
     out = out or Path("runs") / config.name
     console = Console()
     _build_data(config, console)
-    model = _train(config, out, console, resume=resume)
-    console.print(f"trained {config.steps} steps; log and checkpoints in {out}")
+    run = _train(config, out, console, resume=resume, stop_after_s=stop_after, compact=compact)
+    console.print(f"{run.step} of {config.steps} steps are done; log and checkpoints in {out}")
+    if run.step < config.steps:
+        console.print("go on with --resume")
     if export is not None:
         from baltoro.trainer.export import export as write_model
 
-        write_model(model, export, tokenizer=config.data.folder)
+        write_model(run.model, export, tokenizer=config.data.folder)
         total = sum(path.stat().st_size for path in export.iterdir() if path.is_file())
         console.print(f"model in {export}, {total / 1e6:.2f} MB")
     if plot:
@@ -82,7 +93,15 @@ def _build_data(config: TrainConfig, console: Console) -> None:
         raise ConfigError(f"the data were not built; see above, and try again: {' '.join(command)}")
 
 
-def _train(config: TrainConfig, out: Path, console: Console, *, resume: bool) -> K3Model:
+def _train(
+    config: TrainConfig,
+    out: Path,
+    console: Console,
+    *,
+    resume: bool,
+    stop_after_s: float | None,
+    compact: Path | None,
+) -> Run:
     """The loop under a progress bar. Held-out losses are printed above it as they come."""
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
     from rich.progress import Progress as Bar
@@ -101,4 +120,4 @@ def _train(config: TrainConfig, out: Path, console: Console, *, resume: bool) ->
                 losses = ", ".join(f"{name} {loss:.3f}" for name, loss in progress.held_out.items())
                 bar.console.print(f"step {record.step}: held-out loss {losses}")
 
-        return train_loop(config, out, resume=resume, listener=show).model
+        return train_loop(config, out, resume=resume, listener=show, stop_after_s=stop_after_s, compact=compact)

@@ -2,23 +2,27 @@
 
 A span is consecutive tokens of one request. `lengths[n]` tokens of span n start at row `offsets[n]`; its first token
 has absolute position `starts[n]`. Host integers (a Python tuple) let the plain-torch kernels slice without asking
-the device; `offsets_device` is the same as a tensor for kernels that run there.
+the device; `offsets_device` is the same as a tensor for kernels that run there. What a kernel derives from spans alone
+(row maps, masks) is made `once` and serves all layers; `to` takes it along, so that a trainer can make it ahead.
 Invariants: offsets has N + 1 entries, begins with 0, ends with T; no span is empty.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
+from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from baltoro.errors import ShapeError
 
 CPU = torch.device("cpu")
+T = TypeVar("T")
 
 # points inside spans, as (span, length): after the first `length` tokens of that span, 0 < length < its own length
 Borders = tuple[tuple[int, int], ...]
@@ -26,11 +30,12 @@ Borders = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class Spans:
-    """N spans of T tokens in all. Not slotted, for the cached device tensors."""
+    """N spans of T tokens in all. Not slotted, for the cached host values."""
 
     lengths: tuple[int, ...]
     starts: tuple[int, ...]
     device: torch.device = CPU
+    _made: dict[Hashable, Any] = field(default_factory=dict, compare=False, repr=False)  # single writer: `once`
 
     def __post_init__(self) -> None:
         if len(self.lengths) != len(self.starts):
@@ -62,16 +67,43 @@ class Spans:
         """Absolute position after each span: also how many keys its last token sees."""
         return tuple(s + n for s, n in zip(self.starts, self.lengths, strict=True))
 
-    @cached_property
-    def offsets_device(self) -> Tensor:
-        """int32 [N + 1] on `device`."""
-        return torch.tensor(self.offsets, dtype=torch.int32, device=self.device)
+    def once(self, key: Hashable, make: Callable[[Spans], T]) -> T:
+        """What `make` derives from these spans, on their device: tensors and plain values, in tuples. Made once."""
+        if key not in self._made:
+            self._made[key] = make(self)
+        found: T = self._made[key]
+        return found
+
+    def to(self, device: torch.device) -> Spans:
+        """The same spans on `device`, with all that was made of them; copies do not wait."""
+        if device == self.device:
+            return self
+        made = {key: map_tensors(lambda t: t.to(device, non_blocking=True), value) for key, value in self._made.items()}
+        return Spans(self.lengths, self.starts, device, made)
+
+    def pinned(self) -> Spans:
+        """The same spans with all that was made of them in memory that a device copies from without waiting."""
+        return Spans(self.lengths, self.starts, self.device, map_tensors(torch.Tensor.pin_memory, self._made))
 
     @cached_property
+    def offsets_host(self) -> Tensor:
+        """int64 [N + 1] in the host's memory, whatever the device."""
+        return torch.tensor(self.offsets)
+
+    @property
+    def offsets_device(self) -> Tensor:
+        """int32 [N + 1] on `device`."""
+        return self.once("offsets", lambda spans: spans.offsets_host.to(torch.int32).to(spans.device))
+
+    @property
+    def offsets_wide(self) -> Tensor:
+        """int64 [N + 1] on `device`."""
+        return self.once("wide offsets", lambda spans: spans.offsets_host.to(spans.device))
+
+    @property
     def positions(self) -> Tensor:
         """int64 [T], absolute positions, on `device`."""
-        parts = [torch.arange(s, e) for s, e in zip(self.starts, self.ends, strict=True)]
-        return torch.cat(parts).to(self.device) if parts else torch.zeros(0, dtype=torch.int64, device=self.device)
+        return self.once("positions", _positions)
 
     def check_borders(self, borders: Borders) -> None:
         """Errors: ShapeError if one does not lie inside its span."""
@@ -82,3 +114,21 @@ class Spans:
     def select(self, first: int, last: int) -> Spans:
         """Spans first..last-1 on their own."""
         return Spans(self.lengths[first:last], self.starts[first:last], self.device)
+
+
+def _positions(spans: Spans) -> Tensor:
+    shifts = np.asarray(spans.starts, np.int64) - np.asarray(spans.offsets[:-1], np.int64)
+    rows = np.arange(spans.num_tokens) + np.repeat(shifts, np.asarray(spans.lengths, np.int64))
+    return torch.from_numpy(rows).to(spans.device)
+
+
+def map_tensors(change: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """`value` with every tensor in its tuples, lists and dicts changed."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, dict):
+        return {key: map_tensors(change, item) for key, item in value.items()}
+    if isinstance(value, tuple | list):
+        items = [map_tensors(change, item) for item in value]
+        return type(value)._make(items) if hasattr(value, "_make") else type(value)(items)
+    return value

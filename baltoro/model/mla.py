@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from baltoro.kernels.lora.rows import AdapterRows
-from baltoro.kernels.mla.padded import buckets
+from baltoro.kernels.mla.padded import hidden_scores, padding_of, split_groups
 from baltoro.kernels.precision import acc_dtype
 from baltoro.kernels.spans import Spans
 from baltoro.model.config import K3Config
@@ -146,11 +146,11 @@ class MLA(nn.Module):
 
 def max_logits(q: Tensor, k: Tensor, spans: Spans, scale: float) -> Tensor:
     """Largest causal q.k * scale of each head, [H], over training spans (keys and queries are the same rows)."""
-    best = torch.full((q.shape[1],), -torch.inf, dtype=acc_dtype(q.dtype), device=q.device)
-    for rows, is_real in buckets(spans):
-        scores = torch.einsum("bqhd,bkhd->hbqk", q[rows], k[rows]).to(best.dtype) * scale
-        future = torch.ones(rows.shape[1], rows.shape[1], dtype=torch.bool, device=q.device).triu(1)
-        # a padded key lies after every real query; a padded query has no place at all
-        hidden = future | ~is_real.unsqueeze(-1)
-        best = torch.maximum(best, scores.masked_fill(hidden, -torch.inf).amax(dim=(1, 2, 3)))
-    return best
+    padding, found = padding_of(spans), []
+    queries, keys = (split_groups(x.index_select(0, padding.order), padding) for x in (q, k))
+    for shape, hidden, *pair in zip(padding.shapes, hidden_scores(spans), queries, keys, strict=True):
+        left, right = (x.view(*shape, *x.shape[1:]).transpose(1, 2) for x in pair)  # [B, H, L, D]
+        scores = torch.matmul(left, right.mT).masked_fill_(hidden.unsqueeze(1), -torch.inf)
+        found.append(scores.amax(dim=(0, 2, 3)))
+    # the scale is positive, so it may come last
+    return torch.stack(found).amax(0).to(acc_dtype(q.dtype)) * scale

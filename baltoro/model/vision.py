@@ -13,6 +13,7 @@ Source: spec/k3.md 7.2, 7.3; tensor names 2.7.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
 
 import torch
 import torch.nn.functional as F
@@ -81,7 +82,7 @@ class PatchEmbed(nn.Module):
     def forward(self, pixels: Tensor, grids: Sequence[Grid]) -> Tensor:
         """[sum thw, 3, p, p] -> [sum thw, C]."""
         x: Tensor = self.proj(pixels)
-        return x + torch.cat([self.pos_emb(grid) for grid in grids]).to(x.dtype)
+        return x + torch.cat([self.pos_emb(grid).repeat(count, 1) for grid, count in runs(grids)]).to(x.dtype)
 
 
 class VisionMLP(nn.Module):
@@ -110,19 +111,22 @@ class VisionLayer(nn.Module):
         self.wo = Linear(inner, width, dtype=dtype, device=device)
         self.mlp = VisionMLP(config, dtype=dtype, device=device)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, lengths: Sequence[int]) -> Tensor:
-        """x [P, C]; cos, sin [P, K/2] in the accumulate dtype; lengths: patches of each item."""
-        x = x + self.wo(self._attend(self.norm0(x), cos, sin, lengths))
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, shapes: Sequence[tuple[int, int]]) -> Tensor:
+        """x [P, C]; cos, sin [P, K/2] in the accumulate dtype; shapes: (items, patches of each) of each run."""
+        x = x + self.wo(self._attend(self.norm0(x), cos, sin, shapes))
         out: Tensor = x + self.mlp(self.norm1(x))
         return out
 
-    def _attend(self, x: Tensor, cos: Tensor, sin: Tensor, lengths: Sequence[int]) -> Tensor:
+    def _attend(self, x: Tensor, cos: Tensor, sin: Tensor, shapes: Sequence[tuple[int, int]]) -> Tensor:
         q, k, v = self.wqkv(x).unflatten(-1, (3, self.num_heads, -1)).unbind(1)
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         # an item may have 65,536 patches: the fused call never holds the square of scores
-        items = zip(*(part.transpose(0, 1).split(list(lengths), dim=1) for part in (q, k, v)), strict=True)
-        outs = [F.scaled_dot_product_attention(*(part[None] for part in item))[0] for item in items]
-        return torch.cat(outs, dim=1).transpose(0, 1).flatten(1)
+        sizes = [count * length for count, length in shapes]
+        outs = []
+        for shape, *parts in zip(shapes, *(part.split(sizes) for part in (q, k, v)), strict=True):
+            items = (part.unflatten(0, shape).transpose(1, 2) for part in parts)  # [items, heads, patches, K]
+            outs.append(F.scaled_dot_product_attention(*items).transpose(1, 2).flatten(0, 1))
+        return torch.cat(outs).flatten(1)
 
 
 class Encoder(nn.Module):
@@ -138,11 +142,12 @@ class Encoder(nn.Module):
     def forward(self, x: Tensor, grids: Sequence[Grid]) -> Tensor:
         """[sum thw, C] -> the same shape."""
         acc = acc_dtype(x.dtype)
-        angles = torch.cat([rope_angles(grid, self.head_dim, dtype=acc, device=x.device) for grid in grids])
+        tables = [(rope_angles(grid, self.head_dim, dtype=acc, device=x.device), n) for grid, n in runs(grids)]
+        angles = torch.cat([table.repeat(count, 1) for table, count in tables])
         cos, sin = angles.cos(), angles.sin()
-        lengths = [t * h * w for t, h, w in grids]
+        shapes = [(count, len(table)) for table, count in tables]
         for layer in self.blocks:
-            x = layer(x, cos, sin, lengths)
+            x = layer(x, cos, sin, shapes)
         out: Tensor = self.final_layernorm(x)
         return out
 
@@ -175,8 +180,9 @@ class VisionTower(nn.Module):
         self._check(pixels, grids)
         x = self.patch_embed(pixels.to(self.patch_embed.proj.weight.dtype), grids)
         x = self.encoder(x, grids)
-        parts = x.split([t * h * w for t, h, w in grids])
-        return torch.cat([merge(part, grid, self.config.merge) for part, grid in zip(parts, grids, strict=True)])
+        of_runs = runs(grids)
+        parts = x.split([count * t * h * w for (t, h, w), count in of_runs])
+        return torch.cat([merge(part, grid, self.config.merge) for part, (grid, _) in zip(parts, of_runs, strict=True)])
 
     def _check(self, pixels: Tensor, grids: Sequence[Grid]) -> None:
         size, cell = self.config.patch_size, self.config.merge
@@ -244,7 +250,12 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def merge(x: Tensor, grid: Grid, cell: int) -> Tensor:
-    """One item [t*h*w, C] -> [(h/m)(w/m), m*m, C]: neighbours of a cell side by side, mean over the frames."""
+    """Items of one grid [n*t*h*w, C] -> [n(h/m)(w/m), m*m, C]: neighbours of a cell side by side, mean over frames."""
     frames, height, width = grid
-    cells = x.view(frames, height // cell, cell, width // cell, cell, -1).mean(0)
-    return cells.transpose(1, 2).reshape(-1, cell * cell, x.shape[-1])
+    cells = x.view(-1, frames, height // cell, cell, width // cell, cell, x.shape[-1]).mean(1)
+    return cells.transpose(2, 3).reshape(-1, cell * cell, x.shape[-1])
+
+
+def runs(grids: Sequence[Grid]) -> list[tuple[Grid, int]]:
+    """Neighbouring items of one grid, which go through everything together: (grid, how many)."""
+    return [(grid, len(list(group))) for grid, group in groupby(grids)]

@@ -19,7 +19,7 @@ from baltoro.errors import ConfigError
 from baltoro.trainer.run import Run
 
 VERSION = 1
-FREE_KEYS = ("name", "checkpoint", "eval", "threads", "device", "data")  # may differ on resume
+FREE_KEYS = ("name", "checkpoint", "eval", "log", "threads", "device", "data")  # may differ on resume
 
 
 def checkpoint_folder(out: Path) -> Path:
@@ -34,7 +34,7 @@ def save_checkpoint(run: Run, out: Path, *, keep: int) -> Path:
     path = folder / f"step-{run.step:08d}.pt"
     beside = path.with_suffix(".part")
     with beside.open("wb") as file:
-        torch.save({"version": VERSION, "config": _plain(dump(run.config)), **run.state()}, file)
+        torch.save({"version": VERSION, "config": plain(dump(run.config)), **run.state()}, file)
         file.flush()
         os.fsync(file.fileno())
     beside.replace(path)
@@ -55,7 +55,7 @@ def load_checkpoint(run: Run, path: Path) -> None:
     state = torch.load(path, map_location=run.config.device, weights_only=True)
     if state.get("version") != VERSION:
         raise ConfigError(f"{path} has version {state.get('version')}, this code reads {VERSION}")
-    differing = _differing(state["config"], _plain(dump(run.config)))
+    differing = differing_keys(state["config"], plain(dump(run.config)))
     if differing:
         raise ConfigError(f"{path} was written with other settings ({', '.join(differing)}); use another --out")
     run.load_state(state)
@@ -65,19 +65,20 @@ def _all_checkpoints(out: Path) -> list[Path]:
     return sorted(checkpoint_folder(out).glob("step-*.pt"))
 
 
-def _differing(a: Any, b: Any, where: str = "") -> list[str]:
+def differing_keys(a: Any, b: Any, where: str = "") -> list[str]:
+    """Dotted keys of two dumped configs that differ, without those that cannot change a loss."""
     if isinstance(a, dict) and isinstance(b, dict):
         keys = [key for key in {**a, **b} if where or key not in FREE_KEYS]
-        return [found for key in keys for found in _differing(a.get(key), b.get(key), f"{where}.{key}".strip("."))]
+        return [found for key in keys for found in differing_keys(a.get(key), b.get(key), f"{where}.{key}".strip("."))]
     return [] if a == b else [where]
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """Only what a checkpoint may hold: no Path, no tuple (torch.load reads tensors and plain values alone)."""
     if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
+        return {key: plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [plain(item) for item in value]
     return str(value) if isinstance(value, Path) else value
 
 

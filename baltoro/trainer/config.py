@@ -22,6 +22,7 @@ class DataConfig:
 
     folder: Path
     builder: Path | None = None  # run as `python BUILDER --out FOLDER` by `baltoro train` if the folder is missing
+    prefetch: bool = True  # pack the next step while this one runs; changes no number
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +86,13 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LogConfig:
+    """How often the numbers of steps are read and logged; reading waits for the device. Every step has its line."""
+
+    every_steps: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EvalConfig:
     """Loss on the held-out part of the corpora."""
 
@@ -112,6 +120,7 @@ class TrainConfig:
     loss: LossConfig = field(default_factory=LossConfig)
     balance: BalanceConfig = field(default_factory=BalanceConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    log: LogConfig = field(default_factory=LogConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
 
     def __post_init__(self) -> None:
@@ -138,6 +147,7 @@ def _check(config: TrainConfig) -> None:
 
     need(config.steps >= 1, f"steps must be at least 1, not {config.steps}")
     need(len(config.stages) > 0, "a recipe needs at least one [[stages]] section")
+    need(config.log.every_steps >= 1, f"log.every_steps must be at least 1, not {config.log.every_steps}")
     ends = [stage.until for stage in config.stages]
     need(ends == sorted(set(ends)) and ends[-1] == 1.0, f"stages.until must rise and end with 1.0, not {ends}")
     micro = config.batch.micro_tokens

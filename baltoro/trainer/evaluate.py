@@ -11,9 +11,11 @@ import torch
 
 from baltoro.trainer.data import Mixture
 from baltoro.trainer.pack import fill
+from baltoro.trainer.prepare import prepare
 from baltoro.trainer.qat import fake_quant
+from baltoro.trainer.record import mean_loss, source_sums
 from baltoro.trainer.run import Run
-from baltoro.trainer.step import mean_losses, objective
+from baltoro.trainer.step import objective
 
 
 @torch.no_grad()
@@ -26,11 +28,11 @@ def evaluate(run: Run) -> dict[str, float]:
     for name in sorted(stage.mix):
         mixture = Mixture.open(config.data.folder, "eval", {name}, unit_tokens=unit, seed=config.seed)
         alone = replace(stage, mix={name: 1.0})
-        batches, losses, tokens = [], [], 0
+        tokens, total, device = 0, 0.0, torch.device(config.device)
+        sums = torch.zeros(1, dtype=torch.float64, device=device)
         while tokens < config.eval.tokens:
-            batch = fill(mixture, alone, config.batch.micro_tokens).to(torch.device(config.device))
-            losses.append(objective(run.worker, batch, fake_quant(stage))[0])
-            batches.append(batch)
-            tokens += batch.num_tokens
-        found[name] = mean_losses(batches, losses)[0]
-    return found
+            batch = prepare(fill(mixture, alone, config.batch.micro_tokens), config.model, [name]).to(device)
+            sums += source_sums(batch, objective(run.worker, batch, fake_quant(stage))[0])
+            tokens, total = tokens + batch.num_tokens, total + batch.total_weight
+        found[name] = sums, total
+    return {name: mean_loss(sums.tolist(), [total]) for name, (sums, total) in found.items()}

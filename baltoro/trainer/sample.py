@@ -47,7 +47,8 @@ class TrainSample:
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """Samples laid end to end: T tokens of N spans. `sources`: the corpus of each span; `pictures`: of all spans."""
+    """Samples laid end to end, on the host: T tokens of N spans. `sources`: the corpus of each span; `pictures`: of all
+    spans."""
 
     tokens: Tensor
     targets: Tensor
@@ -61,22 +62,10 @@ class MicroBatch:
         """T."""
         return self.tokens.shape[0]
 
-    def to(self, device: torch.device) -> MicroBatch:
-        """The same batch on `device`."""
-        tokens, targets, weights = (t.to(device) for t in (self.tokens, self.targets, self.weights))
-        return MicroBatch(tokens, targets, weights, self.lengths, self.sources, self.pictures)
-
     def ahead(self, distance: int) -> tuple[Tensor, Tensor]:
         """(targets, weights) `distance` rows further on in the same span; NO_TARGET and 0 past its end."""
-        lengths = torch.tensor(self.lengths)
-        ends = lengths.cumsum(0).repeat_interleave(lengths)
-        rows = torch.arange(self.num_tokens) + distance
-        is_inside = (rows < ends).to(self.tokens.device)
-        rows = torch.minimum(rows, ends - 1).to(self.tokens.device)
-        targets = torch.where(is_inside, self.targets[rows], NO_TARGET)
-        return targets, torch.where(is_inside, self.weights[rows], 0.0)
-
-    def source_rows(self, source: str) -> Tensor:
-        """bool [T], the rows that come from corpus `source`."""
-        flags = torch.tensor([name == source for name in self.sources], device=self.tokens.device)
-        return flags.repeat_interleave(torch.tensor(self.lengths, device=self.tokens.device))
+        ends = np.repeat(np.cumsum(self.lengths), self.lengths)
+        wanted = np.arange(self.num_tokens) + distance
+        is_inside = torch.from_numpy(wanted < ends)
+        rows = torch.from_numpy(np.minimum(wanted, ends - 1))
+        return torch.where(is_inside, self.targets[rows], NO_TARGET), torch.where(is_inside, self.weights[rows], 0.0)

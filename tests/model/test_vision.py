@@ -174,12 +174,13 @@ def test_shapes_follow_grids() -> None:
     assert features(tower, projector, random_pixels(GRIDS), GRIDS).shape == (22, TEXT_WIDTH)
 
 
-def test_packed_items_equal_items_alone() -> None:
+@pytest.mark.parametrize("grids", [GRIDS, ((2, 4, 6),) * 3 + ((1, 2, 2),) * 2 + ((2, 4, 6),)], ids=["all", "runs"])
+def test_packed_items_equal_items_alone(grids: tuple[Grid, ...]) -> None:
     tower, projector = make()
-    pixels = random_pixels(GRIDS)
-    packed = features(tower, projector, pixels, GRIDS)
-    parts = pixels.split([math.prod(grid) for grid in GRIDS])
-    alone = [features(tower, projector, part, (grid,)) for part, grid in zip(parts, GRIDS, strict=True)]
+    pixels = random_pixels(grids)
+    packed = features(tower, projector, pixels, grids)
+    parts = pixels.split([math.prod(grid) for grid in grids])
+    alone = [features(tower, projector, part, (grid,)) for part, grid in zip(parts, grids, strict=True)]
     torch.testing.assert_close(packed, torch.cat(alone), rtol=1e-12, atol=1e-12)
 
 

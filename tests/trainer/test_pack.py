@@ -13,6 +13,7 @@ from baltoro.model.context import FakeQuant, train_context
 from baltoro.trainer.config import BatchConfig, StageConfig
 from baltoro.trainer.data import Mixture
 from baltoro.trainer.pack import fill, pack, step_batches
+from baltoro.trainer.prepare import prepare
 from baltoro.trainer.sample import NO_TARGET, TrainSample
 from baltoro.trainer.step import objective
 from tests.tiny import tiny_k3
@@ -31,7 +32,8 @@ def test_samples_lie_end_to_end() -> None:
     batch = pack([a, b])
     assert batch.lengths == (3, 5) and batch.sources == ("a", "b") and batch.num_tokens == 8
     assert torch.equal(batch.tokens, torch.cat([a.tokens, b.tokens]))
-    assert batch.source_rows("b").tolist() == [False] * 3 + [True] * 5
+    prepared = prepare(batch, tiny_k3(vision=None))
+    assert prepared.sources == ("a", "b") and prepared.source_rows.tolist() == [0] * 3 + [1] * 5
 
 
 def test_targets_further_ahead_stop_at_the_end_of_a_document() -> None:

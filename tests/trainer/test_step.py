@@ -119,8 +119,8 @@ def test_training_lowers_the_loss_on_both_corpora(tmp_path: Path) -> None:
 def test_evaluation_moves_nothing_and_repeats(tmp_path: Path) -> None:
     run = Run.create(tiny_recipe(make_data(tmp_path)))
     train_step(run)
-    data = run.mixture.state()
+    data = run.feed.state()
     before = {name: tensor.clone() for name, tensor in run.model.state_dict().items()}
     assert evaluate(run) == evaluate(run)
     assert all(torch.equal(before[name], tensor) for name, tensor in run.model.state_dict().items())
-    assert run.mixture.state() == data and run.balancer.update() == {}
+    assert run.feed.state() == data and run.balancer.update() == {}

@@ -51,13 +51,11 @@ class _Mix(torch.autograd.Function):
         sources, query, inverse, dots, share = ctx.saved_tensors
         wide, grad = sources.to(inverse.dtype), grad.to(inverse.dtype)
         wide_query = query.to(wide.dtype)
-        d_share = torch.stack([(source * grad).sum(-1) for source in wide])
+        d_share = (wide * grad).sum(-1)
         d_score = share * (d_share - (share * d_share).sum(0))
         along_query = d_score * inverse
         along_source = d_score * dots * inverse**3 / -wide.shape[-1]  # through the norm
-        d_sources = torch.empty_like(wide)
-        for j, source in enumerate(wide):
-            torch.mul(grad, share[j].unsqueeze(-1), out=d_sources[j])
-            d_sources[j].addcmul_(source, along_source[j].unsqueeze(-1)).addr_(along_query[j], wide_query)
+        d_sources = grad * share.unsqueeze(-1)
+        d_sources.addcmul_(wide, along_source.unsqueeze(-1)).addcmul_(along_query.unsqueeze(-1), wide_query)
         d_query = along_query.flatten() @ wide.flatten(0, 1)
         return d_sources.to(sources.dtype), d_query.to(query.dtype), None

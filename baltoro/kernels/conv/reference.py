@@ -9,8 +9,9 @@ make a full-size tensor per tap. Source: spec/k3.md 3.4 step 2.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -33,9 +34,8 @@ def short_conv(
     spans.check_borders(borders)
     if x.shape[0] != spans.num_tokens or weight.shape[0] != x.shape[1]:
         raise ShapeError(f"x {tuple(x.shape)}, weight {tuple(weight.shape)} do not fit {spans.num_tokens} tokens")
-    if history is None:
-        history = x.new_zeros(len(spans), weight.shape[1] - 1, x.shape[1])
-    y, after = _ShortConv.apply(x, weight, history.to(x.dtype), spans, borders)  # type: ignore[no-untyped-call]
+    history = None if history is None else history.to(x.dtype)
+    y, after = _ShortConv.apply(x, weight, history, spans, borders)  # type: ignore[no-untyped-call]
     return y, after
 
 
@@ -47,55 +47,81 @@ class _ShortConv(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, history: Tensor, spans: Spans, borders: Borders
+        ctx: Any, x: Tensor, weight: Tensor, history: Tensor | None, spans: Spans, borders: Borders
     ) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
         keep, acc = weight.shape[1] - 1, acc_dtype(x.dtype)
-        parts = [part for n, rows in enumerate(torch.split(x, list(spans.lengths))) for part in (history[n], rows)]
-        padded = torch.cat(parts)
+        layout = layout_of(spans, keep)
+        padded = x.new_zeros(len(x) + len(spans) * keep, x.shape[1]).index_copy_(0, layout.inputs, x)
+        if history is not None:
+            padded.index_copy_(0, layout.before.flatten(), history.flatten(0, 1))
         wide, taps = padded.to(acc), weight.to(acc).T.contiguous()
         num_out = len(padded) - keep
         mixed = wide[:num_out] * taps[0]
         for j, tap in enumerate(taps[1:], start=1):
             mixed.addcmul_(wide[j : j + num_out], tap)
-        ctx.save_for_backward(padded, weight, mixed)
-        ctx.spans, ctx.points = spans, _points(spans, borders, keep)
-        outputs = [mixed[rows] for rows in _output_rows(spans, keep)]
-        y = F.silu(torch.cat(outputs) if len(outputs) > 1 else outputs[0]).to(x.dtype)
-        return y, torch.stack([padded[point : point + keep] for point in ctx.points])
+        points = points_of(spans, borders, keep)
+        ctx.save_for_backward(padded, weight, mixed, points)
+        ctx.layout, ctx.has_history = layout, history is not None
+        y = F.silu(mixed.index_select(0, layout.outputs)).to(x.dtype)
+        return y, padded.index_select(0, points.flatten()).view(len(points), keep, x.shape[1])
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor, d_after: Tensor) -> tuple[Tensor | None, ...]:
-        padded, weight, mixed = ctx.saved_tensors
-        spans, keep = ctx.spans, weight.shape[1] - 1
-        rows_of = _output_rows(spans, keep)
-        d_mixed = torch.zeros_like(mixed)
-        for rows, part in zip(rows_of, torch.split(grad, list(spans.lengths)), strict=True):
-            d_mixed[rows] = part
-        d_mixed = torch.ops.aten.silu_backward(d_mixed, mixed)
+    def backward(ctx: Any, grad: Tensor | None, d_after: Tensor | None) -> tuple[Tensor | None, ...]:
+        padded, weight, mixed, points = ctx.saved_tensors
+        layout = ctx.layout
         wide, taps = padded.to(mixed.dtype), weight.to(mixed.dtype).T.contiguous()
-        d_padded, d_taps = torch.zeros_like(wide), torch.empty_like(taps)
-        for j, tap in enumerate(taps):
-            window = slice(j, j + len(mixed))
-            d_padded[window].addcmul_(d_mixed, tap)
-            d_taps[j] = (d_mixed * wide[window]).sum(0)
-        for point, part in zip(ctx.points, d_after, strict=True):
-            d_padded[point : point + keep] += part
-        d_x = torch.cat([d_padded[rows.start + keep : rows.stop + keep] for rows in rows_of])
-        d_history = torch.stack([d_padded[rows.start : rows.start + keep] for rows in rows_of])
-        return d_x.to(padded.dtype), d_taps.T.to(weight.dtype), d_history.to(padded.dtype), None, None
+        d_padded, d_taps = torch.zeros_like(wide), torch.zeros_like(taps)
+        if grad is not None:
+            d_mixed = torch.zeros_like(mixed).index_copy_(0, layout.outputs, grad.to(mixed.dtype))
+            d_mixed = torch.ops.aten.silu_backward(d_mixed, mixed)
+            for j, tap in enumerate(taps):
+                window = slice(j, j + len(mixed))
+                d_padded[window].addcmul_(d_mixed, tap)
+                d_taps[j] = (d_mixed * wide[window]).sum(0)
+        if d_after is not None:
+            d_padded.index_add_(0, points.flatten(), d_after.flatten(0, 1).to(d_padded.dtype))
+        d_x = d_padded.index_select(0, layout.inputs).to(padded.dtype)
+        d_history = None
+        if ctx.has_history:
+            d_history = d_padded.index_select(0, layout.before.flatten()).to(padded.dtype)
+            d_history = d_history.view(*layout.before.shape, padded.shape[1])
+        return d_x, d_taps.T.to(weight.dtype), d_history, None, None
 
 
-def _output_rows(spans: Spans, keep: int) -> list[slice]:
-    """Rows of each span among the outputs of the padded layout."""
-    firsts = [offset + n * keep for n, offset in enumerate(spans.offsets[:-1])]
-    return [slice(first, first + length) for first, length in zip(firsts, spans.lengths, strict=True)]
+class Layout(NamedTuple):
+    """Rows of the padded layout. A tuple, so that spans can take it to another device.
+
+    inputs int64 [T], of each token; outputs int64 [T], among the rows of `mixed`; before int64 [N, W-1], of histories
+    """
+
+    inputs: Tensor
+    outputs: Tensor
+    before: Tensor
 
 
-def _points(spans: Spans, borders: Borders, keep: int) -> list[int]:
-    """Where the W-1 inputs begin that precede the end of each span, then each border, in the padded layout."""
-    rows_of = _output_rows(spans, keep)
-    return [rows.stop for rows in rows_of] + [rows_of[n].start + length for n, length in borders]
+def layout_of(spans: Spans, keep: int) -> Layout:
+    """The rows of these spans, made once. `keep` = W-1."""
+    return spans.once(("conv", keep), lambda found: Layout(*(t.to(found.device) for t in _rows(found, keep))))
+
+
+def _rows(spans: Spans, keep: int) -> tuple[Tensor, Tensor, Tensor]:
+    outputs = np.arange(spans.num_tokens) + np.repeat(np.arange(len(spans)) * keep, spans.lengths)
+    firsts = np.asarray(spans.offsets[:-1]) + np.arange(len(spans)) * keep
+    before = firsts[:, None] + np.arange(keep)
+    return torch.from_numpy(outputs + keep), torch.from_numpy(outputs), torch.from_numpy(before)
+
+
+def points_of(spans: Spans, borders: Borders, keep: int) -> Tensor:
+    """int64 [N + B, W-1]: rows of the inputs before the end of each span, then before each border."""
+
+    def make(found: Spans) -> Tensor:
+        ends = [(n, length) for n, length in enumerate(found.lengths)]
+        first = [found.offsets[n] + n * keep + length for n, length in (*ends, *borders)]
+        return torch.from_numpy(np.asarray(first, np.int64)[:, None] + np.arange(keep)).to(found.device)
+
+    return spans.once(("conv points", keep, borders), make)
 
 
 def short_conv_step(x: Tensor, weight: Tensor, history: Tensor, slots: Tensor) -> Tensor:

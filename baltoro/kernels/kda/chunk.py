@@ -54,7 +54,7 @@ def chunked(
     if chunk < 1 or chunk & (chunk - 1):
         raise ShapeError(f"chunk {chunk} is not a power of two")
     q, k, v, g, beta, state = prepare(q, k, v, g, beta, spans=spans, state=state)
-    grid = Grid.build(spans, chunk, k.device, borders)
+    grid = Grid.of(spans, chunk, borders)
     o, after = _Chunked.apply(q, k, v, g, beta, state, grid, scale)  # type: ignore[no-untyped-call]
     return o, after
 

@@ -9,7 +9,7 @@ A state inside a span is at hand only where two chunks meet: it is what enters t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,9 +21,8 @@ from baltoro.kernels.spans import Borders, Spans
 CHUNK = 64
 
 
-@dataclass(frozen=True, slots=True)
-class Grid:
-    """NC chunks of `chunk` rows for T tokens of N spans.
+class Grid(NamedTuple):
+    """NC chunks of `chunk` rows for T tokens of N spans. A tuple, so that spans can take it to another device.
 
     order  int64 [N], spans by falling number of chunks; None if that is their own order
     steps  how many spans run at each step; their chunks follow one another
@@ -68,6 +67,11 @@ class Grid:
             rows,
             torch.tensor(later, device=device) if later else None,
         )
+
+    @staticmethod
+    def of(spans: Spans, chunk: int, borders: Borders = ()) -> Grid:
+        """`build` on the spans' own device, once for all layers."""
+        return spans.once(("grid", chunk, borders), lambda found: Grid.build(found, chunk, found.device, borders))
 
     @property
     def num_spans(self) -> int:

@@ -113,7 +113,7 @@ def gathered(
         tokens = torch.arange(len(z), device=z.device).repeat_interleave(ids.shape[1])
         gate, up = delta.add_first(gate, up, z, tokens, ids.flatten())
     hidden = activation(gate, up)
-    total = _combine(w2 @ (mxfp8.fake(hidden) if fake_activations else hidden).unsqueeze(-1), weights, z)
+    total = combine(w2 @ (mxfp8.fake(hidden) if fake_activations else hidden).unsqueeze(-1), weights, z)
     if delta is not None:
         total = delta.add_second(total, hidden, weights.flatten(), tokens, ids.flatten())
     return total.to(z.dtype)
@@ -135,14 +135,14 @@ def grouped(
     sorted_ids = ids.flatten()[order]
     hit, counts = torch.unique_consecutive(sorted_ids, return_counts=True)
     groups = list(zip(hit.tolist(), counts.tolist(), strict=True))
-    pairs = _scatter(mxfp8.fake(z) if fake_activations else z, order, place, ids.shape[1])
+    pairs = scatter(mxfp8.fake(z) if fake_activations else z, order, place, ids.shape[1])
     gate, up = _linear(pairs, experts.w1, groups), _linear(pairs, experts.w3, groups)
     if delta is not None:
         tokens = order // ids.shape[1]
         gate, up = delta.add_first(gate, up, z, tokens, sorted_ids)
     hidden = activation(gate, up)
     out = _linear(mxfp8.fake(hidden) if fake_activations else hidden, experts.w2, groups)
-    total = _combine(_scatter(out, place, order, 1), weights, z)
+    total = combine(scatter(out, place, order, 1), weights, z)
     if delta is not None:
         total = delta.add_second(total, hidden, weights.flatten()[order], tokens, sorted_ids)
     return total.to(z.dtype)
@@ -170,7 +170,7 @@ def everywhere(
         gate, up = gate.index_put(pairs, picked[0]), up.index_put(pairs, picked[1])
     hidden = activation(gate, up)
     out = torch.bmm(mxfp8.fake(hidden) if fake_activations else hidden, w2.mT)  # [E, T, M]
-    total = _combine(out[pairs], weights, z)
+    total = combine(out[pairs], weights, z)
     if delta is not None:
         total = delta.add_second(total, hidden[pairs], weights.flatten(), tokens, ids.flatten())
     return total.to(z.dtype)
@@ -186,13 +186,13 @@ def _is_small(ids: Tensor, experts: ExpertWeights) -> bool:
     return num_experts * len(ids) * size <= MAX_EVERYWHERE and num_experts <= MAX_WASTE * ids.shape[1]
 
 
-def _combine(out: Tensor, weights: Tensor, z: Tensor) -> Tensor:
+def combine(out: Tensor, weights: Tensor, z: Tensor) -> Tensor:
     """Weighted sum over the experts of each token: out [T * A, M, ...] -> [T, M], in the accumulate dtype."""
     acc = acc_dtype(z.dtype)
     return (out.view(*weights.shape, -1).to(acc) * weights.to(acc).unsqueeze(-1)).sum(1)
 
 
-def _scatter(x: Tensor, order: Tensor, place: Tensor, copies: int) -> Tensor:
+def scatter(x: Tensor, order: Tensor, place: Tensor, copies: int) -> Tensor:
     """x [T, D], each row `copies` times, in the given order: row i is x[order[i] // copies]. `place` undoes `order`."""
     result: Tensor = _Scatter.apply(x, order, place, copies)  # type: ignore[no-untyped-call]
     return result

@@ -9,25 +9,30 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from baltoro.model.decoder import K3Model
 from baltoro.model.moe import Router
-from baltoro.trainer.balance.quantile import balanced_bias, bin_range, histogram, margins, sign_bias
+from baltoro.trainer.balance.quantile import add_histogram, balanced_bias, bin_range, margins, sign_bias, tally
 from baltoro.trainer.config import BalanceConfig
 
 
 @dataclass(slots=True)
-class _Count:
-    """What one router's forwards of a step amounted to. Single writer: Balancer."""
+class _Counts:
+    """What the forwards of a step amounted to, one row a router. Single writer: Balancer.
 
-    low: float
-    high: float
-    margins: Tensor  # int64 [E, bins]
-    load: Tensor  # int64 [E]
+    biases [R, E] at the step's start; low, high [R]; margins int64 [R, E, bins]; load int64 [R, E]
+    """
+
+    biases: Tensor
+    low: Tensor
+    high: Tensor
+    margins: Tensor
+    load: Tensor
+    seen: set[str] = field(default_factory=set)
 
 
 class Balancer:
@@ -38,7 +43,8 @@ class Balancer:
         self.config = config
         self.routers = _routers(model)
         self.watched = _routers(watched or model)
-        self._counts: dict[str, _Count] = {}
+        self._rows = {name: row for row, name in enumerate(self.routers)}
+        self._counts: _Counts | None = None
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -52,31 +58,40 @@ class Balancer:
                 router.observer = None
 
     def _see(self, name: str, scores: Tensor, ids: Tensor) -> None:
-        bias, num_experts = self.routers[name].e_score_correction_bias, scores.shape[1]
-        count = self._counts.get(name)
-        if count is None:
-            low, high = bin_range(bias)
-            zeros = torch.zeros(num_experts, self.config.bins, dtype=torch.int64, device=scores.device)
-            count = self._counts[name] = _Count(low, high, zeros, zeros[:, 0].clone())
+        if self._counts is None:
+            self._counts = self._open()
+        counts, row, num_experts = self._counts, self._rows[name], scores.shape[1]
+        counts.seen.add(name)
         if self.config.method == "quantile" and ids.shape[1] < num_experts:  # else there is nothing to choose
-            found = margins(scores, bias, ids.shape[1])
-            count.margins += histogram(found, count.low, count.high, self.config.bins)
-        count.load += torch.bincount(ids.flatten(), minlength=num_experts)
+            found = margins(scores, counts.biases[row], ids.shape[1])
+            add_histogram(counts.margins[row], found, counts.low[row], counts.high[row])
+        tally(counts.load[row], ids)
+
+    def _open(self) -> _Counts:
+        biases = torch.stack([router.e_score_correction_bias.detach() for router in self.routers.values()])
+        low, high = bin_range(biases)
+        margins_seen = torch.zeros(*biases.shape, self.config.bins, dtype=torch.int64, device=biases.device)
+        return _Counts(biases, low, high, margins_seen, torch.zeros_like(biases, dtype=torch.int64))
 
     @torch.no_grad()
-    def update(self) -> dict[str, float]:
-        """Set the biases from the step's counts and forget them. Returns each router's max over mean load."""
-        ratios = {}
-        for name, count in self._counts.items():
-            router = self.routers[name]
-            bias, active = router.e_score_correction_bias, router.config.num_active_experts
-            if self.config.method == "quantile" and active < router.config.num_experts:
-                bias.copy_(balanced_bias(count.margins, active, count.low, count.high))
-            elif self.config.method == "sign":
-                bias.copy_(sign_bias(bias, count.load, self.config.sign_rate))
-            ratios[name] = float(count.load.max() / count.load.to(torch.float64).mean())
-        self._counts.clear()
-        return ratios
+    def update(self) -> dict[str, Tensor]:
+        """Set the biases from the step's counts and forget them. Returns each router's max over mean load, on its
+        device: nothing waits."""
+        counts, self._counts = self._counts, None
+        if counts is None:
+            return {}
+        active = next(iter(self.routers.values())).config.num_active_experts
+        biases = None
+        if self.config.method == "quantile" and active < counts.biases.shape[1]:
+            biases = balanced_bias(counts.margins, active, counts.low, counts.high).to(counts.biases.dtype)
+        elif self.config.method == "sign":
+            biases = sign_bias(counts.biases, counts.load, self.config.sign_rate)
+        names = [name for name in self.routers if name in counts.seen]
+        if biases is not None:
+            found = [biases[self._rows[name]] for name in names]
+            torch._foreach_copy_([self.routers[name].e_score_correction_bias for name in names], found)
+        ratios = counts.load.amax(-1) / counts.load.to(torch.float64).mean(-1)
+        return {name: ratios[self._rows[name]] for name in names}
 
 
 def _routers(model: K3Model) -> dict[str, Router]:

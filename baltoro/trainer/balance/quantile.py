@@ -25,39 +25,59 @@ def margins(scores: Tensor, bias: Tensor, num_active: int) -> Tensor:
     return cut_off - scores
 
 
-def bin_range(bias: Tensor) -> tuple[float, float]:
-    """Scores lie in [0, 1], so margins cannot leave [min b - 1, max b + 1]."""
-    return float(bias.min()) - 1.0, float(bias.max()) + 1.0
+def bin_range(bias: Tensor) -> tuple[Tensor, Tensor]:
+    """Scores lie in [0, 1], so margins cannot leave [min b - 1, max b + 1]. Bias [..., E] -> [...] each."""
+    return bias.amin(-1) - 1.0, bias.amax(-1) + 1.0
 
 
-def histogram(values: Tensor, low: float, high: float, bins: int) -> Tensor:
-    """int64 [E, bins]: counts of each column of `values` [T, E]."""
-    num_experts = values.shape[1]
+def tally(total: Tensor, places: Tensor) -> None:
+    """Add to `total` int64 [N] how often each of its places occurs in `places`, int64 of any shape.
+
+    Integer sums, the same in any order; unlike a bincount it need not know the largest place.
+    """
+    total.scatter_add_(
+        0, places.flatten(), torch.ones((), dtype=total.dtype, device=total.device).expand(places.numel())
+    )
+
+
+def add_histogram(total: Tensor, values: Tensor, low: Tensor | float, high: Tensor | float) -> None:
+    """Add to `total`, int64 [E, bins], the counts of each column of `values` [T, E]."""
+    num_experts, bins = total.shape
     place = ((values - low) * (bins / (high - low))).floor().clamp(0, bins - 1).to(torch.int64)
-    place = place + torch.arange(num_experts, device=values.device) * bins
-    # bincount with fixed length: integer sums, the same in any order
-    return torch.bincount(place.flatten(), minlength=num_experts * bins).view(num_experts, bins)
+    tally(total.view(-1), place + torch.arange(num_experts, device=values.device) * bins)
 
 
-def quantile(counts: Tensor, fraction: float, low: float, high: float) -> Tensor:
-    """The `fraction`-quantile of each row of a histogram [E, bins], interpolated inside its bin; [E] float64."""
-    rank = counts.sum(dim=1).to(torch.float64) * fraction
-    below = counts.cumsum(dim=1).to(torch.float64)
-    place = torch.searchsorted(below, rank.unsqueeze(1)).clamp(max=counts.shape[1] - 1)
-    inside = counts.gather(1, place).to(torch.float64)
-    before = below.gather(1, place) - inside
-    part = (rank.unsqueeze(1) - before) / inside.clamp(min=1.0)
-    width = (high - low) / counts.shape[1]
-    return (low + (place.to(torch.float64) + part.clamp(0.0, 1.0)) * width).squeeze(1)
+def histogram(values: Tensor, low: Tensor | float, high: Tensor | float, bins: int) -> Tensor:
+    """int64 [E, bins]: counts of each column of `values` [T, E]."""
+    total = torch.zeros(values.shape[1], bins, dtype=torch.int64, device=values.device)
+    add_histogram(total, values, low, high)
+    return total
 
 
-def balanced_bias(counts: Tensor, num_active: int, low: float, high: float) -> Tensor:
-    """[E] float64, mean 0: the bias that gives every expert its share under the counted cut-offs."""
-    bias = quantile(counts, num_active / counts.shape[0], low, high)
-    return bias - bias.mean()
+def quantile(counts: Tensor, fraction: float, low: Tensor | float, high: Tensor | float) -> Tensor:
+    """The `fraction`-quantile of each row of histograms [..., E, bins], interpolated inside its bin; [..., E] float64.
+
+    low, high: [...] or numbers.
+    """
+    if isinstance(low, Tensor) and isinstance(high, Tensor):
+        low, high = (x.to(torch.float64)[..., None, None] for x in (low, high))
+    below = counts.cumsum(dim=-1).to(torch.float64)
+    rank = below[..., -1:] * fraction
+    place = torch.searchsorted(below, rank).clamp(max=counts.shape[-1] - 1)
+    inside = counts.gather(-1, place).to(torch.float64)
+    before = below.gather(-1, place) - inside
+    part = (rank - before) / inside.clamp(min=1.0)
+    width = (high - low) / counts.shape[-1]
+    return (low + (place.to(torch.float64) + part.clamp(0.0, 1.0)) * width).squeeze(-1)
+
+
+def balanced_bias(counts: Tensor, num_active: int, low: Tensor | float, high: Tensor | float) -> Tensor:
+    """[..., E] float64, mean 0: the bias that gives every expert its share under the counted cut-offs."""
+    bias = quantile(counts, num_active / counts.shape[-2], low, high)
+    return bias - bias.mean(-1, keepdim=True)
 
 
 def sign_bias(bias: Tensor, load: Tensor, rate: float) -> Tensor:
     """The rule that quantile balancing is compared with: `rate` up for experts below the mean load, down above."""
     load = load.to(acc_dtype(bias.dtype))
-    return bias + rate * torch.sign(load.mean() - load).to(bias.dtype)
+    return bias + rate * torch.sign(load.mean(-1, keepdim=True) - load).to(bias.dtype)

@@ -96,5 +96,6 @@ def build_optimizers(model: K3Model, optim: OptimConfig) -> tuple[Muon, torch.op
         betas=(optim.adam_betas[0], optim.adam_betas[1]),
         eps=optim.adam_eps,
         weight_decay=optim.weight_decay,
+        fused=True,
     )
     return muon, adam

@@ -12,7 +12,7 @@ Source: spec/training.md C.7.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -49,26 +49,36 @@ class QKClip:
         self.largest[name] = found if before is None else torch.maximum(before, found)
 
     @torch.no_grad()
-    def apply(self) -> float:
-        """Clip what went over tau since the last call; returns the largest logit seen (0 if none was)."""
-        top = max((float(found.max()) for found in self.largest.values()), default=0.0)
-        if self.tau is not None and top > self.tau:
-            for name, found in self.largest.items():
-                clip_heads(self.layers[name], torch.clamp(self.tau / found.clamp(min=1e-9), max=1.0))
+    def apply(self) -> Tensor:
+        """Clip what went over tau since the last call; returns the largest logit seen (0 if none was), on its device.
+
+        Whether a head went over is not asked: the others are multiplied by exactly 1.
+        """
+        if not self.largest:
+            return torch.zeros(())
+        found = torch.stack(list(self.largest.values()))  # [layers, H]
+        if self.tau is not None:
+            gamma = torch.clamp(self.tau / found.clamp(min=1e-9), max=1.0)
+            scale_heads([self.layers[name] for name in self.largest], gamma)
         self.largest.clear()
-        return top
+        return found.max()
 
 
 @torch.no_grad()
-def clip_heads(layer: MLA, gamma: Tensor) -> None:
-    """Multiply every attention logit of head h by gamma[h], gamma [H]; writes q_b (or q) and kv_b in place."""
-    query = layer.q_proj if layer.q_rank is None else layer.q_b_proj
-    q = query.weight.view(layer.num_heads, layer.nope + layer.rope, -1)
-    kv = layer.kv_b_proj.weight.view(layer.num_heads, layer.nope + layer.value, -1)
-    factor = gamma.to(q.dtype).view(-1, 1, 1)
-    q[:, : layer.nope] *= factor.sqrt()
-    q[:, layer.nope :] *= factor
-    kv[:, : layer.nope] *= factor.sqrt()
+def scale_heads(layers: Sequence[MLA], gamma: Tensor) -> None:
+    """Multiply every attention logit of head h of layer l by gamma[l, h]; writes q_b (or q) and kv_b in place."""
+    first = layers[0]
+    gamma = gamma[..., None].to(first.kv_b_proj.weight.dtype)
+    root = gamma.sqrt()
+    queries = torch.cat([root.expand(-1, -1, first.nope), gamma.expand(-1, -1, first.rope)], dim=-1)
+    keys = torch.cat([root.expand(-1, -1, first.nope), torch.ones_like(root).expand(-1, -1, first.value)], dim=-1)
+    weights = []
+    for layer in layers:
+        query = layer.q_proj if layer.q_rank is None else layer.q_b_proj
+        weights.append(query.weight.view(layer.num_heads, layer.nope + layer.rope, -1))
+        weights.append(layer.kv_b_proj.weight.view(layer.num_heads, layer.nope + layer.value, -1))
+    factors = [one for pair in zip(queries[..., None], keys[..., None], strict=True) for one in pair]
+    torch._foreach_mul_(weights, factors)
 
 
 def _layers(model: K3Model) -> dict[str, MLA]:

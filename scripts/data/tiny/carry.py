@@ -17,6 +17,8 @@ import lzma
 import sys
 import tarfile
 from collections.abc import Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
@@ -30,6 +32,7 @@ from baltoro.trainer.pictures import write_pictures
 from scripts.data.tiny.draw import Ink, draw, unpack_recipes
 
 AS_IT_IS = (MANIFEST, "tiktoken.model", "tokenizer_config.json", "ink.npz")
+DRAWN_AT_ONCE = 2000
 # Ids are pairs of bytes: with lp and pb the coder tells low bytes from high ones.
 _PAIRS = [{"id": lzma.FILTER_LZMA2, "preset": 9, "dict_size": 1 << 26, "lc": 3, "lp": 1, "pb": 1}]
 
@@ -54,32 +57,54 @@ def pack(folder: Path, target: Path) -> None:
 
 
 def unpack(source: Path, folder: Path) -> None:
-    """Write the data folder; the manifest last, as a sign that it is whole."""
+    """Write the data folder, corpora beside each other; the manifest last, as a sign that it is whole."""
     folder.mkdir(parents=True, exist_ok=True)
-    with tarfile.open(source) as tar:
-        members = {m.name: lzma.decompress(_read(tar, m)) for m in tar.getmembers()}
     for name in AS_IT_IS:
         if name != MANIFEST:
-            (folder / name).write_bytes(members[name])
-    for entry in build(Manifest, json.loads(members[MANIFEST])).corpora:
-        _unpack_corpus(members, folder, entry)
-    (folder / MANIFEST).write_bytes(members[MANIFEST])
+            (folder / name).write_bytes(_member(source, name))
+    manifest = _member(source, MANIFEST)
+    entries = build(Manifest, json.loads(manifest)).corpora
+    with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
+        # pictures take longest to draw, so they come first
+        pictures = [entry for entry in entries if _has(source, f"{entry.name}.{entry.split}.recipes")]
+        drawn = [(entry, _start_drawing(pool, source, folder, entry)) for entry in pictures]
+        written = [pool.submit(_unpack_corpus, source, folder, entry) for entry in entries]
+        for entry, parts in drawn:
+            pixels = np.concatenate([part.result() for part in parts])
+            shown = _member(source, f"{entry.name}.{entry.split}.shown")
+            write_pictures(folder, entry.name, entry.split, pixels, list(shown))
+        for one in written:
+            one.result()
+    (folder / MANIFEST).write_bytes(manifest)
 
 
-def _unpack_corpus(members: dict[str, bytes], folder: Path, entry: CorpusEntry) -> None:
+def _unpack_corpus(source: Path, folder: Path, entry: CorpusEntry) -> None:
     stem = f"{entry.name}.{entry.split}"
-    (folder / f"{stem}.tokens.bin").write_bytes(members[f"{stem}.tokens"])
-    lengths = np.frombuffer(members[f"{stem}.lengths"], "<u4")
+    (folder / f"{stem}.tokens.bin").write_bytes(_member(source, f"{stem}.tokens"))
+    lengths = np.frombuffer(_member(source, f"{stem}.lengths"), "<u4")
     offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.uint64)])
     (folder / f"{stem}.index.bin").write_bytes(offsets.astype("<u8").tobytes())
     if entry.has_weights:
-        weights = _from_runs(np.frombuffer(members[f"{stem}.runs"], "<u2"))
+        weights = _from_runs(np.frombuffer(_member(source, f"{stem}.runs"), "<u2"))
         (folder / f"{stem}.weights.bin").write_bytes(weights.tobytes())
-    if (recipes := members.get(f"{stem}.recipes")) is not None:
-        (folder / f"{stem}.recipes.npy").write_bytes(recipes)
-        ink = Ink.load(folder / "ink.npz")
-        pixels = np.stack([draw(p, ink) for p in unpack_recipes(np.load(io.BytesIO(recipes)))])
-        write_pictures(folder, entry.name, entry.split, pixels, list(members[f"{stem}.shown"]))
+
+
+def _start_drawing(
+    pool: ProcessPoolExecutor, source: Path, folder: Path, entry: CorpusEntry
+) -> list[Future[NDArray[np.uint8]]]:
+    """Pictures of one corpus in pieces; their recipes are written beside."""
+    stem = f"{entry.name}.{entry.split}"
+    recipes = _member(source, f"{stem}.recipes")
+    (folder / f"{stem}.recipes.npy").write_bytes(recipes)
+    count = len(np.load(io.BytesIO(recipes)))
+    firsts = range(0, count, DRAWN_AT_ONCE)
+    return [pool.submit(_draw, folder, stem, first, first + DRAWN_AT_ONCE) for first in firsts]
+
+
+def _draw(folder: Path, stem: str, first: int, last: int) -> NDArray[np.uint8]:
+    ink = Ink.load(folder / "ink.npz")
+    recipes = np.load(folder / f"{stem}.recipes.npy")[first:last]
+    return np.stack([draw(picture, ink) for picture in unpack_recipes(recipes)])
 
 
 def _to_runs(weights: NDArray[np.uint8]) -> NDArray[np.int64]:
@@ -103,9 +128,15 @@ def _add(tar: tarfile.TarFile, name: str, data: bytes) -> None:
     tar.addfile(info, io.BytesIO(packed))
 
 
-def _read(tar: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
-    file = tar.extractfile(member)
-    return file.read() if file is not None else b""
+def _member(source: Path, name: str) -> bytes:
+    with tarfile.open(source) as tar:
+        file = tar.extractfile(name)
+        return lzma.decompress(file.read()) if file is not None else b""
+
+
+def _has(source: Path, name: str) -> bool:
+    with tarfile.open(source) as tar:
+        return name in tar.getnames()
 
 
 def main(argv: Sequence[str] | None = None) -> None:
