@@ -27,12 +27,10 @@ from baltoro.kernels.dispatch import TABLE, Kernels
 from baltoro.kernels.precision import acc_dtype
 from baltoro.kernels.spans import Spans
 from baltoro.model.attnres import Stream
-from baltoro.model.config import K3Config
 from baltoro.model.context import ForwardContext
 from baltoro.model.decoder import K3Model
 from baltoro.model.layer import DecoderLayer
-from baltoro.model.weight_files import WeightFiles
-from baltoro.model.weights import dtype_word, fill_params, torch_dtype
+from baltoro.model.weights import fill_params, match_folder, torch_dtype
 
 Sink = Callable[[str, Tensor], None]
 GRAD = "grad/"
@@ -56,12 +54,7 @@ def streamed(folder: str | Path, *, dtype: torch.dtype | None = None, device: st
 
     Errors: ConfigError or WeightsError, before any weight is read, if the files do not fit the config.
     """
-    config = K3Config.load(folder)
-    files = WeightFiles.open(folder)
-    if dtype is not None:
-        config = config.with_(dtype=dtype_word(dtype))
-    config = config.with_(are_experts_packed=files.is_packed)
-    pairs = files.match(config)
+    config, pairs = match_folder(folder, dtype=dtype)
     model = K3Model(config, torch_dtype(config.dtype), "meta")
 
     @contextmanager

@@ -41,15 +41,25 @@ def load_model(folder: str | Path, *, dtype: torch.dtype | None = None, device: 
 
     Errors: ConfigError or WeightsError, before anything large is allocated, if the files do not fit the config.
     """
+    config, pairs = match_folder(folder, dtype=dtype)
+    model = K3Model(config, torch_dtype(config.dtype), device)
+    _fill_all(model.tensors(), config, pairs)
+    return model
+
+
+def match_folder(
+    folder: str | Path, *, dtype: torch.dtype | None = None
+) -> tuple[K3Config, list[tuple[TensorSpec, Entry]]]:
+    """The config of a folder's model as its files are, and which stored tensor fills which parameter.
+
+    Errors: ConfigError or WeightsError if the files do not fit the config.
+    """
     config = K3Config.load(folder)
     files = WeightFiles.open(folder)
     if dtype is not None:
         config = config.with_(dtype=dtype_word(dtype))
     config = config.with_(are_experts_packed=files.is_packed)
-    pairs = files.match(config)
-    model = K3Model(config, torch_dtype(config.dtype), device)
-    _fill_all(model.tensors(), config, pairs)
-    return model
+    return config, files.match(config)
 
 
 def load_into(params: Mapping[str, Tensor], folder: str | Path, *, config: K3Config | None = None) -> None:

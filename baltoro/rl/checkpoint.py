@@ -1,7 +1,7 @@
 """State of an RL run on disk: everything that decides the next token and the next loss, written whole or not at all.
 
 In: adapter, optimizer, version, data cursor, the book with its pending trajectories, the canary, generators, tasks of
-what is pending. Out: `checkpoints/step-N.pt`, beside its place first, flushed to the device, renamed.
+what is pending. Out: a file of training state (`trainer.state_file`).
 Invariants: a run killed at any moment leaves the last checkpoint whole; on a CPU, with an inline engine and
 is_deterministic, a resumed run has the tokens and losses of one that was never stopped; a checkpoint of other settings
 is refused with the keys that differ, unless they cannot change a token.
@@ -11,8 +11,6 @@ Source: spec/training.md B.2 (25), G.11.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +24,7 @@ from baltoro.rl.partial import BookState
 from baltoro.rl.recipe import RLConfig
 from baltoro.rl.throttle import Throttle
 from baltoro.rl.types import Trajectory
+from baltoro.trainer.state_file import check_settings, plain, write_state
 
 VERSION = 1
 FREE_KEYS = ("name", "model", "steps", "save", "eval", "threads", "engine", "checks")  # may differ on resume
@@ -52,17 +51,8 @@ class Saved(msgspec.Struct, frozen=True, kw_only=True):
     pending: Pending
 
 
-def checkpoint_folder(out: Path) -> Path:
-    """Where a run's checkpoints lie."""
-    return out / "checkpoints"
-
-
 def save(out: Path, config: RLConfig, saved: Saved, *, keep: int) -> Path:
     """Write, then remove all but the newest `keep`."""
-    folder = checkpoint_folder(out)
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"step-{saved.step:08d}.pt"
-    beside = path.with_suffix(".part")
     state = {
         "format": VERSION,
         "config": plain(dump(config)),
@@ -71,24 +61,10 @@ def save(out: Path, config: RLConfig, saved: Saved, *, keep: int) -> Path:
         "cursor": saved.cursor,
         "group": saved.group,
         "trainer": saved.trainer,
-        "pending": as_tensor(msgspec.msgpack.encode(saved.pending)),
+        "pending": _as_tensor(msgspec.msgpack.encode(saved.pending)),
         "torch_rng": torch.get_rng_state(),
     }
-    with beside.open("wb") as file:
-        torch.save(state, file)
-        file.flush()
-        os.fsync(file.fileno())
-    beside.replace(path)
-    sync_folder(folder)
-    for old in all_checkpoints(out)[:-keep]:
-        old.unlink()
-    return path
-
-
-def latest(out: Path) -> Path | None:
-    """The newest checkpoint of a run's folder."""
-    found = all_checkpoints(out)
-    return found[-1] if found else None
+    return write_state(out, saved.step, state, keep=keep)
 
 
 def load(path: Path, config: RLConfig) -> Saved:
@@ -96,9 +72,7 @@ def load(path: Path, config: RLConfig) -> Saved:
     state = torch.load(path, map_location="cpu", weights_only=True)
     if state.get("format") != VERSION:
         raise ConfigError(f"{path} has format {state.get('format')}, this code reads {VERSION}")
-    differing = differences(state["config"], plain(dump(config)))
-    if differing:
-        raise ConfigError(f"{path} was written with other settings ({', '.join(differing)}); use another --out")
+    check_settings(path, state["config"], config, free=FREE_KEYS)
     torch.set_rng_state(state["torch_rng"])
     return Saved(
         step=state["step"],
@@ -110,37 +84,6 @@ def load(path: Path, config: RLConfig) -> Saved:
     )
 
 
-def all_checkpoints(out: Path) -> list[Path]:
-    """Those of a run, oldest first."""
-    return sorted(checkpoint_folder(out).glob("step-*.pt"))
-
-
-def differences(a: Any, b: Any, where: str = "") -> list[str]:
-    """Dotted keys in which two dumps differ, those that may left out."""
-    if isinstance(a, Mapping) and isinstance(b, Mapping):
-        keys = [key for key in {**a, **b} if where or key not in FREE_KEYS]
-        return [found for key in keys for found in differences(a.get(key), b.get(key), f"{where}.{key}".strip("."))]
-    return [] if a == b else [where]
-
-
-def plain(value: Any) -> Any:
-    """Only what a checkpoint may hold: torch.load reads tensors and plain values alone."""
-    if isinstance(value, dict):
-        return {key: plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(item) for item in value]
-    return str(value) if isinstance(value, Path) else value
-
-
-def as_tensor(data: bytes) -> torch.Tensor:
+def _as_tensor(data: bytes) -> torch.Tensor:
     """uint8, a copy: bytes on their way into a file of tensors."""
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
-
-
-def sync_folder(folder: Path) -> None:
-    """The rename itself must be on the device before older checkpoints go."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

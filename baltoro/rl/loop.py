@@ -14,7 +14,7 @@ from typing import Any
 
 from baltoro.errors import ConfigError
 from baltoro.rl import log
-from baltoro.rl.checkpoint import latest, load, save
+from baltoro.rl.checkpoint import load, save
 from baltoro.rl.colocate import training
 from baltoro.rl.drift import check_drift, start_test
 from baltoro.rl.effort import measure_b0
@@ -22,6 +22,7 @@ from baltoro.rl.evaluate import EvalRecord, evaluate
 from baltoro.rl.parts import Parts
 from baltoro.rl.samples import StepSamples, make_samples
 from baltoro.rl.types import Group
+from baltoro.trainer.state_file import latest_state
 
 Listener = Callable[[Mapping[str, Any]], None]
 
@@ -54,7 +55,7 @@ def run(parts: Parts, out: Path, *, resume: bool = False, listener: Listener = l
 
 def start(parts: Parts, out: Path, *, resume: bool) -> Mapping[str, Any]:
     """Before the next step: the checkpoint if there is one, the start-up test, an evaluation before the first step."""
-    found = latest(out)
+    found = latest_state(out)
     if found is not None and not resume:
         raise ConfigError(f"{out} already holds a run; go on with --resume, or choose another --out")
     if found is not None:

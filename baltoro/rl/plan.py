@@ -46,11 +46,6 @@ class Plan:
         """In every phase."""
         return self.num_bases * self.base_bytes + self.adapter_bytes + self.slot_bytes + self.optimizer_bytes
 
-    @property
-    def training_bytes(self) -> int:
-        """In the training phase beyond that, without the engine's pool."""
-        return self.gradient_bytes + self.activation_bytes
-
 
 def make_plan(config: RLConfig, model: K3Config, engine: EngineConfig) -> Plan:
     """Errors: ConfigError for what cannot work, with the key to change."""

@@ -25,8 +25,9 @@ from torch import Tensor
 
 from baltoro.config import dump
 from baltoro.errors import ConfigError
-from baltoro.trainer.checkpoint import differing_keys, plain
+from baltoro.trainer.checkpoint import FREE_KEYS
 from baltoro.trainer.run import Run
+from baltoro.trainer.state_file import check_settings, plain
 
 VERSION = 1
 PART_BYTES = 12_000_000
@@ -62,9 +63,7 @@ def read_compact(run: Run, folder: Path) -> None:
     head, names, values = _unpack(_join(folder))
     if head["version"] != VERSION:
         raise ConfigError(f"{folder} holds a compact form of version {head['version']}, this code reads {VERSION}")
-    found = differing_keys(head["config"], plain(dump(run.config)))
-    if found:
-        raise ConfigError(f"{folder} was written with other settings ({', '.join(found)})")
+    check_settings(folder, head["config"], run.config, free=FREE_KEYS)
     run.restart(head["place"], dict(zip(names, values, strict=True)))
 
 

@@ -20,12 +20,13 @@ import torch
 
 from baltoro.config import dump
 from baltoro.errors import ConfigError
-from baltoro.trainer.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
+from baltoro.trainer.checkpoint import load_checkpoint, save_checkpoint
 from baltoro.trainer.compact import has_compact, read_compact, read_log, write_compact, write_log
 from baltoro.trainer.config import TrainConfig
 from baltoro.trainer.evaluate import evaluate
 from baltoro.trainer.record import Pending, StepRecord, read_records
 from baltoro.trainer.run import Run
+from baltoro.trainer.state_file import latest_state
 from baltoro.trainer.step import launch_step
 
 METRICS = "metrics.jsonl"
@@ -122,7 +123,7 @@ class _Watch:
 
 def start(config: TrainConfig, out: Path, *, resume: bool, compact: Path | None = None) -> Run:
     """The run before its next step; writes `config.json` and cuts the log back to the checkpoint."""
-    found = latest_checkpoint(out)
+    found = latest_state(out)
     if found is not None and not resume:
         raise ConfigError(f"{out} already holds a run; go on with --resume, or choose another --out")
     run = Run.create(config)

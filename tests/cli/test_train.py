@@ -20,8 +20,8 @@ from baltoro.model.config import K3Config
 from baltoro.model.context import train_context
 from baltoro.model.decoder import K3Model
 from baltoro.model.weights import load_model
-from baltoro.trainer.checkpoint import latest_checkpoint
 from baltoro.trainer.plot import plot_run, read_metrics
+from baltoro.trainer.state_file import latest_state
 from tests.trainer.harness import make_data, tiny_recipe
 
 
@@ -58,7 +58,7 @@ def test_a_run_leaves_log_checkpoint_and_a_model_folder_that_loads(recipe: Path,
     assert loaded.config.are_experts_packed and K3Config.load(model_folder).dtype == "bfloat16"
     assert (model_folder / "tiktoken.model").is_file() and (model_folder / "tokenizer_config.json").is_file()
 
-    checkpoint = latest_checkpoint(out)
+    checkpoint = latest_state(out)
     assert checkpoint is not None
     trained = torch.load(checkpoint, weights_only=True)["model"]
     for name, tensor in loaded.state_dict().items():

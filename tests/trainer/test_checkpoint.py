@@ -16,9 +16,10 @@ import pytest
 import torch
 
 from baltoro.errors import ConfigError
-from baltoro.trainer.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
+from baltoro.trainer.checkpoint import load_checkpoint, save_checkpoint
 from baltoro.trainer.loop import METRICS, train
 from baltoro.trainer.run import Run
+from baltoro.trainer.state_file import latest_state
 from baltoro.trainer.step import train_step
 from tests.trainer.harness import make_data, tiny_recipe
 
@@ -61,7 +62,7 @@ def test_only_the_newest_are_kept_and_half_written_files_are_no_checkpoints(tmp_
         paths.append(save_checkpoint(run, tmp_path, keep=2))
     assert [path.exists() for path in paths] == [False, True, True]
     (tmp_path / "checkpoints" / "step-00000011.part").write_bytes(b"half")
-    assert latest_checkpoint(tmp_path) == paths[-1]
+    assert latest_state(tmp_path) == paths[-1]
 
 
 def test_a_write_that_fails_halfway_leaves_the_last_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,7 +78,7 @@ def test_a_write_that_fails_halfway_leaves_the_last_checkpoint(tmp_path: Path, m
     monkeypatch.setattr(torch, "save", fail)
     with pytest.raises(OSError, match="no space"):  # also over the very same step
         save_checkpoint(run, tmp_path, keep=1)
-    assert latest_checkpoint(tmp_path) == path and path.read_bytes() == before
+    assert latest_state(tmp_path) == path and path.read_bytes() == before
 
 
 def test_other_settings_are_refused_by_name_and_harmless_ones_are_not(tmp_path: Path) -> None:
@@ -145,5 +146,5 @@ def test_run_killed_with_sigkill_at_any_moment_ends_with_the_same_losses_and_wei
     assert killed == 2
     assert child(data, tmp_path / "killed", steps).wait(timeout=200) == 0
     assert metrics(tmp_path / "killed") == metrics(tmp_path / "whole")
-    last = [torch.load(latest_checkpoint(tmp_path / name) or "", weights_only=True) for name in ("whole", "killed")]
+    last = [torch.load(latest_state(tmp_path / name) or "", weights_only=True) for name in ("whole", "killed")]
     assert states_equal(*last)
