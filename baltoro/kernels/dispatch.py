@@ -100,10 +100,10 @@ class Choice:
 
 SWITCH = "BALTORO_REFERENCE"
 ANY = ("cpu", "cuda")
-PLAIN = "plain torch; the only implementation so far"
-CHUNKS = "plain torch, vectorised over chunks and heads; the only implementation so far"
-FORMS = "plain torch; gathers per pair for few tokens, groups by expert for many; the only implementation so far"
-LORA = "plain torch, one group of rows per adapter; the only implementation so far"
+PLAIN = "plain torch: the form that others are compared with"
+CHUNKS = "plain torch, vectorised over chunks and heads"
+FORMS = "plain torch; gathers per pair for few tokens, groups by expert for many"
+LORA = "plain torch, one group of rows per adapter"
 FLA = "flash-linear-attention's chunk kernels, forward and backward, for bf16; other dtypes take the reference"
 PADDED = "the framework's fused attention on padded groups of like length; spans with a past take the reference"
 SPLIT = "Triton: keys in splits that fill the card, merged by log-sum-exp; float64 takes the reference"
