@@ -24,6 +24,7 @@ LANDLOCK_CREATE, LANDLOCK_ADD, LANDLOCK_RESTRICT = 444, 445, 446  # the same on 
 # write, remove and make in all forms (1, 4..12), then what later versions know: refer (13), truncate (14)
 WRITES = 1 << 1 | sum(1 << bit for bit in range(4, 13))
 REFER, TRUNCATE = 1 << 13, 1 << 14
+SIGNALS = (signal.SIGTERM, signal.SIGCHLD)
 WRITABLE_DEVICES = ("/dev/null", "/dev/zero", "/dev/full")
 
 
@@ -154,31 +155,39 @@ def sweep() -> None:
             os.waitpid(process, 0)
 
 
+def wait_for(init: int, parent: int) -> None:
+    """Wait until `init` has ended; end it where SIGTERM comes (both signals are blocked) or the parent has died.
+
+    Signals are taken, not handled: a handler in Python runs between two instructions, so one that comes between the
+    last of them and a blocking call would never be seen.
+    """
+    if os.getppid() != parent:
+        os.kill(init, signal.SIGKILL)
+    while os.waitpid(init, os.WNOHANG)[0] == 0:
+        if signal.sigwait(SIGNALS) == signal.SIGTERM:
+            os.kill(init, signal.SIGKILL)
+
+
 def main() -> None:
     """See the module."""
     spec, status = json.loads(sys.argv[1]), int(sys.argv[2])
     os.set_inheritable(status, False)
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # from the start: none is to be lost between two steps
     try:
-        system("parent", "prctl", SET_DEATH_SIGNAL, signal.SIGTERM, 0, 0, 0)
-        system("parent", "prctl", SET_SUBREAPER, 1, 0, 0, 0)
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # nobody is to be left between fork and handler
         if spec["is_isolated"]:
             enter_namespaces()
+        system("parent", "prctl", SET_DEATH_SIGNAL, signal.SIGTERM, 0, 0, 0)  # forgotten where a user changes
+        system("parent", "prctl", SET_SUBREAPER, 1, 0, 0, 0)
     except Failed as error:
         say(status, error=str(error))
         sys.exit(1)
     init = os.fork()
     if init == 0:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
         be_init(spec, status)
     for descriptor in (0, 1, 2):
         os.close(descriptor)
-    signal.signal(signal.SIGTERM, lambda *_: os.kill(init, signal.SIGKILL))
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
-    if os.getppid() != spec["parent"]:
-        os.kill(init, signal.SIGKILL)
-    os.waitpid(init, 0)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    wait_for(init, spec["parent"])
     sweep()
 
 

@@ -22,10 +22,14 @@ def attend_absorbed(
     Length 0 gives out 0 and -inf.
     """
     acc, size = acc_dtype(q.dtype), kv.shape[1]
-    outputs, sums = [], []
+    outputs, sums, tops = [], [], []
     for query, pages, length in zip(q.to(acc) * scale, page_table, lengths.tolist(), strict=True):
         rows = kv[pages[: -(-length // size)]].flatten(0, 1)[:length].to(acc)
         scores = query @ rows.T
-        sums.append(torch.logsumexp(scores, dim=-1))
-        outputs.append(torch.softmax(scores, dim=-1) @ rows[:, :latent])
-    return torch.stack(outputs), torch.stack(sums)
+        # one pass of exponentials for output and log-sum-exp; they are divided by and logged for all at once
+        tops.append(scores.amax(-1) if length else scores.new_full((len(query),), -torch.inf))
+        shares = torch.exp_(scores.sub_(tops[-1].unsqueeze(-1)))
+        sums.append(shares.sum(-1))
+        outputs.append(shares @ rows[:, :latent])
+    total, top = torch.stack(sums), torch.stack(tops)
+    return torch.stack(outputs) / total.clamp_min(1).unsqueeze(-1), top + total.log()
