@@ -115,6 +115,7 @@ class TrainConfig:
     dtype: Literal["float32", "float64", "bfloat16"] = "float32"
     threads: int | None = None  # torch threads; None: leave torch's choice
     init_std: float = 0.02
+    init_from: str | None = None  # a model folder whose weights the run starts from; None: drawn from the seed
     batch: BatchConfig = field(default_factory=BatchConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     loss: LossConfig = field(default_factory=LossConfig)

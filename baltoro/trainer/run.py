@@ -24,6 +24,7 @@ from baltoro.trainer.feed import Feed
 from baltoro.trainer.optim.groups import build_optimizers
 from baltoro.trainer.optim.muon import Muon
 from baltoro.trainer.optim.qk_clip import QKClip
+from baltoro.trainer.start_from import fill_from
 
 # Steps over which the rate rises again after a resume that lost the optimizers' moments (their memory is about 20).
 RAMP_STEPS = 20
@@ -54,13 +55,15 @@ class Run:
 
     @staticmethod
     def create(config: TrainConfig) -> Run:
-        """A run before its first step: weights drawn from the seed, data opened."""
+        """A run before its first step: weights drawn from the seed or read from a model folder, data opened."""
         names = {name for stage in config.stages for name in stage.mix}
         unit = max(stage.max_length for stage in config.stages)
         mixture = Mixture.open(config.data.folder, "train", names, unit_tokens=unit, seed=config.seed)
         model = new_model(
             config.model, dtype=MASTER_DTYPES[config.dtype], device=config.device, seed=config.seed, std=config.init_std
         )
+        if config.init_from is not None:
+            fill_from(model, config.init_from)
         muon, adam = build_optimizers(model, config.optim)
         worker = model
         if config.dtype == "bfloat16":

@@ -176,3 +176,16 @@ def test_worked_thinking_comes_to_the_answer_of_the_package(name: str) -> None:
             assert answer in thought
         elif name == "base_conversion":
             assert " ".join(answer) in thought
+
+
+def test_training_draws_strange_words_and_never_what_is_held_out(world: Context) -> None:
+    """A value that was seen in its place needs no copying; evaluation keeps to its own part of the list."""
+    for kind in ("first", "colour", "noun", "city"):
+        rng = Random(kind)
+        drawn = [world.pools.pick(rng, kind, "train") for _ in range(400)]
+        strange = [word for word in drawn if word not in world.pools.lists[kind]]
+        assert 0.3 < len(strange) / len(drawn) < 0.5 and len(set(strange)) > 0.6 * len(strange)
+        assert not set(drawn) & set(world.pools.parts[kind, "eval"])
+        assert all((word[0] == word[0].upper()) == (kind in ("first", "city")) for word in strange)
+        held_out = {world.pools.pick(rng, kind, "eval") for _ in range(100)}
+        assert held_out <= set(world.pools.parts[kind, "eval"])

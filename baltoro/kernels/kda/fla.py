@@ -59,6 +59,7 @@ def _call(
     """All spans whole, in one call of the library."""
     from fla.ops.kda import chunk_kda  # an extra of the GPU machine; the row needs it
 
+    spans.once("fla chunks", tabulate)
     out, final = chunk_kda(
         q=q.to(v.dtype).unsqueeze(0),
         k=k.to(v.dtype).unsqueeze(0),
@@ -75,3 +76,19 @@ def _call(
         cu_seqlens_cpu=spans.offsets_host,
     )
     return out.squeeze(0), final
+
+
+def tabulate(spans: Spans) -> Tensor:
+    """The library's table of chunks (it keeps the last few by the identity of the offsets), int64 [chunks, 2].
+
+    Making it copies a few numbers to the device and waits for the stream it is on: on one of its own, which is empty,
+    nothing waits for the step that is under way.
+    """
+    from fla.ops.utils.index import prepare_chunk_indices
+
+    offsets = spans.offsets_wide
+    current, side = torch.cuda.current_stream(spans.device), torch.cuda.Stream(spans.device)  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(side):
+        table: Tensor = prepare_chunk_indices(cu_seqlens=offsets, chunk_size=CHUNK, cu_seqlens_cpu=spans.offsets_host)
+    table.record_stream(current)
+    return table

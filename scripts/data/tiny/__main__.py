@@ -25,6 +25,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--small", action="store_true", help="one dialogue and text in a hundred, 2,048 ids")
     parser.add_argument("--wordnet", type=Path, default=Path("data/wordnet/dict"), help="WordNet's database files")
     parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--vocabulary", type=Path, help="model folder whose vocabulary is taken; none: learn one")
     args = parser.parse_args(argv)
     columns = (TextColumn("{task.description:20}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns) as bar:
@@ -33,7 +34,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         def tick(done: int, total: int, what: str) -> None:
             bar.update(task, completed=done, total=total, description=what)
 
-        manifest = build(args.out, args.wordnet, is_small=args.small, processes=args.processes, tick=tick)
+        manifest = build(
+            args.out,
+            args.wordnet,
+            is_small=args.small,
+            processes=args.processes,
+            tick=tick,
+            vocabulary_of=args.vocabulary,
+        )
     for entry in manifest.corpora:
         print(f"{entry.name} {entry.split}: {entry.documents} documents, {entry.tokens} tokens")
     print(f"{sum(e.tokens for e in manifest.corpora)} tokens in all")

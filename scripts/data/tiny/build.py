@@ -32,14 +32,20 @@ Texts = dict[tuple[str, Split], list[str]]
 Tick = Callable[[int, int, str], None]
 
 
-def build(folder: Path, wordnet_folder: Path, *, is_small: bool, processes: int, tick: Tick) -> Manifest:
-    """Everything; `tick(done, total, what)` is called after each job."""
+def build(
+    folder: Path, wordnet_folder: Path, *, is_small: bool, processes: int, tick: Tick, vocabulary_of: Path | None = None
+) -> Manifest:
+    """Everything; `tick(done, total, what)` is called after each job. `vocabulary_of`: a model folder whose vocabulary
+    is taken instead of learning one, for data that this model goes on with."""
     folder.mkdir(parents=True, exist_ok=True)
     context = families.load_context(wordnet_folder)
     texts, sources = load_texts(wordnet_folder, SMALL if is_small else 1)
     tick(0, 1, "vocabulary")
-    size = 2048 if is_small else vocabulary.SIZE
-    tokenizer = vocabulary.learn(context, texts, folder, size=size)
+    if vocabulary_of is not None:
+        tokenizer = Tokenizer.load(vocabulary_of)
+        tokenizer.save(folder)
+    else:
+        tokenizer = vocabulary.learn(context, texts, folder, size=2048 if is_small else vocabulary.SIZE)
     workshop = Workshop(context, tokenizer, texts)
     todo = workshop.jobs(counts(texts, is_small))
     sources |= {name: dialogue_sources(name, wordnet_folder) for name in families.FAMILIES}

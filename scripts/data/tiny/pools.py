@@ -15,6 +15,13 @@ from scripts.data.tiny.exchange import Split, is_held_out
 from scripts.data.tiny.wordnet import WordNet
 
 SHARE = 0.15  # of each pool is held out
+# How often a training draw is a word of no pool: else a name that was never seen in its place is not copied from the
+# text but replaced by one that was (colours: "grey" became "golden", measured on held-out tool calls).
+STRANGE = 0.4
+ONSETS = "b c d f g h j k l m n p r s t v w z br ch cl dr fl gr kr pl qu sh sk st th tr".split()
+VOWELS = "a e i o u ai ea ee io ou".split()
+CODAS = ["", "", "", *"n r s t l m k x nd rt sh ck ll".split()]
+PROPER = {"first", "last", "city", "country", "day", "month"}
 FIRST_NAMES = """
 Ada Adam Aisha Akira Alan Alba Alice Amara Amir Ana Andrea Anna Anton Aria Arjun Astrid Ben Bianca Boris Bruno Carla Carlos
 Cecilia Chen Chloe Clara Cora Dana Daniel David Diego Dina Dmitri Ed Elena Eli Elsa Emil Emma Erik Eva Fatima Felix Fiona
@@ -72,8 +79,25 @@ class Pools:
         return Pools(lists, parts)
 
     def pick(self, rng: Random, kind: str, split: Split) -> str:
-        """One of the part of the list that belongs to `split`."""
+        """One of the part of the list that belongs to `split`; in training at times a strange word instead."""
+        if split == "train" and rng.random() < STRANGE:
+            return self._strange(rng, kind)
         return rng.choice(self.parts[kind, split])
+
+    def _strange(self, rng: Random, kind: str) -> str:
+        """A made-up word, or a word of another kind, written as this kind is; never one that is held out here."""
+        words = self.lists.get("word", ())
+        while True:
+            found = rng.choice(words) if words and rng.random() < 0.3 else made_up_word(rng)
+            found = found.capitalize() if kind in PROPER else found
+            if " " not in found and found not in self.parts[kind, "eval"]:
+                return found
+
+
+def made_up_word(rng: Random) -> str:
+    """One to three syllables."""
+    count = rng.choices((1, 2, 3), (2, 5, 2))[0]
+    return "".join(rng.choice(ONSETS) + rng.choice(VOWELS) + rng.choice(CODAS) for _ in range(count))
 
 
 def load(net: WordNet) -> Pools:
