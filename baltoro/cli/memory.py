@@ -98,6 +98,14 @@ class CacheOptions:
             help="Plan the next step while one is computed: on or off. auto: on with a GPU.", rich_help_panel=SHARES
         ),
     ] = AUTO
+    expert_weights: Annotated[
+        str,
+        typer.Option(
+            help="Routed experts of an MXFP4 model: packed, as the file has them, or dense, the values they stand for "
+            "(faster on a CPU, up to 7.5 times their memory). auto: dense on a CPU up to 1 GiB.",
+            rich_help_panel=SHARES,
+        ),
+    ] = AUTO
     long_prompt_tokens: Annotated[
         int,
         typer.Option(
@@ -123,6 +131,7 @@ class CacheOptions:
             "disk_cache_dir": self.disk_cache_dir,
             "disk_cache_bytes": size_bytes(self.disk_cache, "--disk-cache"),
             "retract_to": self.retract_to,
+            "expert_weights": self.expert_weights,
             "long_prompt_tokens": self.long_prompt_tokens,
             "long_share": self.long_share,
         }

@@ -47,6 +47,8 @@ class EngineConfig:
     lora_modules      adapters to load at the start, NAME=PATH
     base_path         write the base to this file (in /dev/shm, say) and work on the mapped bytes, which a trainer on
                       this machine can map too; empty: keep it in this process
+    expert_weights    packed: MXFP4 experts as the file has them; dense: the values they stand for; auto: dense on a CPU
+                      that has the base for itself and where they take at most 1 GiB
     max_logit_rows    rows whose logits one step may hold for prompt logprobs (each is vocab_size values)
     graph_batch       steps of up to so many decodes are captured as CUDA graphs at the start; 0 is off
     retract_every     debugging: take the memory of one running request every so many steps; 0 is off
@@ -79,6 +81,7 @@ class EngineConfig:
     max_loaded_loras: int = 0
     lora_modules: tuple[str, ...] = ()
     base_path: str = ""
+    expert_weights: Literal["auto", "packed", "dense"] = "auto"
     max_logit_rows: int = 256
     dtype: str = "auto"
     device: str = "cpu"
@@ -110,6 +113,12 @@ class EngineConfig:
             value = getattr(self, name)
             _need(value == "auto" or value >= 1, name, value, 'must be "auto" or at least 1')
         _need(self.dtype in DTYPES, "dtype", self.dtype, f"must be one of {', '.join(DTYPES)}")
+        kinds = ("auto", "packed", "dense")
+        _need(self.expert_weights in kinds, "expert_weights", self.expert_weights, f"must be one of {', '.join(kinds)}")
+        is_alone = not (self.base_path and self.expert_weights == "dense")
+        _need(
+            is_alone, "expert_weights", "dense", "a base that others map stays packed: leave base_path empty, or auto"
+        )
         _need(self.graph_batch >= 0, "graph_batch", self.graph_batch, "must be 0 (off) or a number of decodes")
         is_on_gpu = self.device.startswith("cuda")
         _need(is_on_gpu or not self.graph_batch, "graph_batch", self.graph_batch, "needs a GPU: set device to cuda")

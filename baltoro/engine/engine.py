@@ -26,7 +26,7 @@ from baltoro.engine.graphs import CudaBackend, Report
 from baltoro.engine.loop import Loop
 from baltoro.engine.media import media_runs
 from baltoro.engine.numbers import engine_numbers
-from baltoro.engine.planner import free_bytes, plan_memory, resolve_dtype
+from baltoro.engine.planner import are_experts_dense, free_bytes, plan_memory, resolve_dtype
 from baltoro.engine.prefix import namespace_of
 from baltoro.engine.request import MediaRun, Request
 from baltoro.engine.runner import Model, Runner
@@ -289,7 +289,10 @@ def load_engine(
     from baltoro.model.weights import load_model
 
     dtype, base = resolve_dtype(config), None
-    model = load_model(model_dir, dtype=dtype, device=config.device).merge()
+    model = load_model(model_dir, dtype=dtype, device=config.device)
+    if are_experts_dense(config, model.config, dtype):
+        model.unpack_experts()
+    model.merge()
     with ExitStack() as undo:
         if config.base_path:
             model, base = share_model(model, config.base_path)

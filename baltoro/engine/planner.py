@@ -32,6 +32,9 @@ SLOTS_PER_REQUEST = 4
 # Endpoint of models whose state is larger than this: a finer grid would hold more states than anybody can afford.
 BIG_STATE_BYTES, BIG_ENDPOINT = 2**20, 512
 TRACK_TOKENS = 256
+# A CPU spends most of a step of a small model on dequantising packed experts (tiny model, one stream, one thread,
+# 2026-11-30: 29 ms a token packed, 9 dense); beyond this size memory counts for more.
+DENSE_BYTES = 1 << 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,6 +173,15 @@ def resolve_dtype(config: EngineConfig) -> torch.dtype:
     if config.dtype == "auto":
         return torch.float32 if config.device == "cpu" else torch.bfloat16
     return {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}[config.dtype]
+
+
+def are_experts_dense(config: EngineConfig, model: K3Config, dtype: torch.dtype) -> bool:
+    """Whether the engine keeps the values of packed experts instead of the packed ones."""
+    if config.expert_weights != "auto":
+        return config.expert_weights == "dense"
+    matrix = model.expert_width * model.expert_intermediate_size
+    size = (model.num_layers - model.first_dense_layers) * model.num_experts * 3 * matrix * dtype.itemsize
+    return config.device == "cpu" and not config.base_path and size <= DENSE_BYTES
 
 
 def free_bytes(device: str) -> int:

@@ -22,7 +22,7 @@ from baltoro.model.layer import DecoderLayer
 from baltoro.model.linear import Linear, RMSNorm, WeightOnly
 from baltoro.model.mla import MLA
 from baltoro.model.mlp import MLP
-from baltoro.model.moe import MoE
+from baltoro.model.moe import Experts, MoE
 from baltoro.model.mtp import MTPLayer
 from baltoro.model.vision import Projector, VisionTower
 
@@ -101,6 +101,15 @@ class K3Model(nn.Module):
             # shared experts read what their router reads, and are merged with it
             if isinstance(module, DecoderLayer | KDA | MLA | MoE | MLP) and module not in shared:
                 module.merge(may_copy=may_copy)
+        return self
+
+    def unpack_experts(self) -> K3Model:
+        """Turn packed routed experts into ordinary weights of the model's dtype, layer by layer: what a CPU computes
+        with fastest, for 7.5 times their memory in FP32."""
+        for module in self.modules():
+            if isinstance(module, Experts):
+                module.unpack(self.dtype)
+        self.config = self.config.with_(are_experts_packed=False)
         return self
 
     def tensors(self) -> dict[str, Tensor]:

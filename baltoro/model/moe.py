@@ -18,6 +18,7 @@ from baltoro.kernels.lora.experts import ExpertDelta, ExpertFactors
 from baltoro.kernels.lora.rows import AdapterRows
 from baltoro.kernels.moe.experts import ExpertWeights, Packed
 from baltoro.kernels.precision import acc_dtype, wide_linear
+from baltoro.kernels.quant import mxfp4
 from baltoro.model.config import K3Config
 from baltoro.model.context import ForwardContext
 from baltoro.model.linear import Factors, Linear, RMSNorm
@@ -81,6 +82,16 @@ class Experts(nn.Module):
             else:
                 weight = nn.Parameter(torch.empty(count, rows, columns, dtype=dtype, device=device))
                 self.register_parameter(name, weight)
+
+    @torch.no_grad()
+    def unpack(self, dtype: torch.dtype) -> None:
+        """Keep the values that packed weights stand for, in `dtype`, instead of the packed ones."""
+        for name in ("w1", "w2", "w3") if self.is_packed else ():
+            dense = mxfp4.dequantise(getattr(self, f"{name}_packed"), getattr(self, f"{name}_scale"), dtype)
+            delattr(self, f"{name}_packed")
+            delattr(self, f"{name}_scale")
+            self.register_parameter(name, nn.Parameter(dense, requires_grad=False))
+        self.is_packed = False
 
     def weights(self) -> ExpertWeights:
         """What the expert product takes."""

@@ -11,10 +11,8 @@ from dataclasses import fields
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from baltoro.errors import ConfigError
-from baltoro.kernels.quant import mxfp4
 from baltoro.model.config import K3Config
 from baltoro.model.decoder import K3Model
 from baltoro.model.weights import load_model
@@ -25,19 +23,15 @@ FREE = ("are_experts_packed", "dtype")  # how weights are kept, not what model i
 @torch.no_grad()
 def fill_from(model: K3Model, folder: str | Path) -> None:
     """Overwrite the weights of `model`. Errors: ConfigError names the keys in which the folder's model differs."""
-    found = load_model(folder, dtype=torch.float32, device=model.device)
+    found = load_model(folder, dtype=torch.float32, device=model.device).unpack_experts()
     differing = _differing(model.config, found.config)
     if differing:
         raise ConfigError(f"init_from: {folder} is another model than the recipe's, in {', '.join(differing)}")
     stored = found.tensors()
     for name, tensor in model.tensors().items():
-        tensor.copy_(stored[name] if name in stored else _dequantised(stored, name))
+        tensor.copy_(stored[name])
 
 
 def _differing(one: K3Config, other: K3Config) -> list[str]:
     names = [field.name for field in fields(one) if field.name not in FREE]
     return [name for name in names if getattr(one, name) != getattr(other, name)]
-
-
-def _dequantised(stored: dict[str, Tensor], name: str) -> Tensor:
-    return mxfp4.dequantise(stored[f"{name}_packed"], stored[f"{name}_scale"], torch.float32)

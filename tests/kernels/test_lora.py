@@ -98,6 +98,19 @@ def test_experts_with_shared_outer_factors_equal_their_merge(form: object, slots
         torch.testing.assert_close(got[t : t + 1], wanted)
 
 
+@pytest.mark.parametrize("slot", [1, 2])
+def test_one_token_alone_has_its_adapter(slot: int) -> None:
+    base = ExpertWeights(draw(5, 6, 4, seed=7), draw(5, 6, 4, seed=8), draw(5, 4, 6, seed=9))
+    z, ids, weights, delta = (
+        draw(1, 4, seed=10),
+        torch.tensor([[3, 1]]),
+        draw(1, 2, seed=11),
+        expert_delta((slot,), (1,)),
+    )
+    expected = moe.gathered(z, ids, weights, base, activation=silu_glu, delta=delta)
+    torch.testing.assert_close(moe.single(z, ids, weights, base, activation=silu_glu, delta=delta), expected)
+
+
 @pytest.mark.parametrize("form", [moe.gathered, moe.grouped])
 def test_gradients_reach_every_factor(form: object) -> None:
     base = ExpertWeights(draw(5, 6, 4, seed=7), draw(5, 6, 4, seed=8), draw(5, 4, 6, seed=9))

@@ -18,6 +18,7 @@ from baltoro.kernels.moe.experts import (
     expert_product,
     gathered,
     grouped,
+    single,
 )
 from baltoro.kernels.moe.reference import route, silu_glu, situ_glu
 from baltoro.kernels.quant import mxfp4, mxfp8
@@ -200,6 +201,18 @@ def test_fake_activations_quantise_the_inputs_of_both_products(form: Callable[..
     torch.testing.assert_close(found, expected, atol=1e-12, rtol=0)
 
 
+@pytest.mark.parametrize("is_coarse", [False, True])
+def test_one_token_alone_is_the_same_and_is_taken_without_a_batch(is_coarse: bool) -> None:
+    z, ids, weights, experts = problem(1)
+    options = {"activation": situ, "fake_activations": is_coarse}
+    expected = gathered(z, ids, weights, experts, **options)
+    torch.testing.assert_close(single(z, ids, weights, experts, **options), expected, atol=1e-12, rtol=0)
+    with torch.no_grad():
+        assert torch.equal(
+            expert_product(z, ids, weights, experts, **options), single(z, ids, weights, experts, **options)
+        )
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_gradients_equal_those_of_the_loop(form: Callable[..., Tensor]) -> None:
     z, ids, weights, experts = problem()
@@ -258,7 +271,7 @@ def test_packed_experts_dequantised_in_several_batches_give_the_same(monkeypatch
     z, ids, weights, experts = problem(40)
     whole = grouped(z, ids, weights, packed(experts), activation=situ)
     for at_once in (1, 2 * M * F):
-        monkeypatch.setattr("baltoro.kernels.moe.experts.DEQUANTISE_AT_ONCE", at_once)
+        monkeypatch.setattr("baltoro.kernels.moe.products.DEQUANTISE_AT_ONCE", at_once)
         assert torch.equal(grouped(z, ids, weights, packed(experts), activation=situ), whole)
 
 
