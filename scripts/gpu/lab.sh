@@ -1,18 +1,23 @@
 #!/usr/bin/env bash
-# Kernels on one GPU: which part of a kernel is off, and hardware counters. Text on stdout.
+# Kernels on one GPU, family by family: right first, then times over configurations; text on stdout.
+#
+#     lab.sh [seconds of each family, 42]
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 export PYTHONUNBUFFERED=1 TRITON_CACHE_DIR=/tmp/triton-lab
 python3 -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --upgrade --target /tmp/site2 \
   .whl/msgspec*.whl .whl/pyzmq*.whl
 export PYTHONPATH="/tmp/site2:."
-part() { # seconds, command
-  echo "=== ${*:2} (at $SECONDS s)"
-  timeout "$1" "${@:2}" 2>&1 | tail -400
-}
-part 120 python3 scripts/gpu/diag_kda.py
-for name in decode verify mla moe prefill fold attnres decode1; do
-  part 60 ncu --profile-from-start off --section SpeedOfLight --section MemoryWorkloadAnalysis --section Occupancy \
-    --section LaunchStats --section WarpStateStats --section ComputeWorkloadAnalysis python3 -m scripts.gpu.counters $name
+each="${1:-42}"
+for name in ${LABS:-prefill mla experts decode}; do
+  echo "=== $name (at $SECONDS s)"
+  timeout $((each + 15)) python3 -m "scripts.gpu.lab_$name" --seconds "$each" 2>&1
 done
+if [ -n "${RESUME_SECONDS:-}" ]; then
+  echo "=== resume (at $SECONDS s)"
+  PYTHONPATH="/tmp/site:/tmp/site2:." TRITON_CACHE_DIR=/tmp/triton timeout $((RESUME_SECONDS + 10)) \
+    python3 -m scripts.gpu.check_resume --data "${DATA:-data/tiny}" --json /tmp/resume.json --seconds "$RESUME_SECONDS" \
+    --steps "${RESUME_STEPS:-80}" 2>&1
+  echo "RESUME $(cat /tmp/resume.json)"
+fi
 echo "=== end at $SECONDS s"
