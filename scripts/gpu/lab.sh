@@ -14,10 +14,15 @@ for name in ${LABS:-prefill mla experts decode}; do
   timeout $((each + 15)) python3 -m "scripts.gpu.lab_$name" --seconds "$each" 2>&1
 done
 if [ -n "${RESUME_SECONDS:-}" ]; then
+  # beside each other: both wait for the host most of the time
+  timeout $((RESUME_SECONDS + 10)) python3 -m scripts.gpu.serve_tiny > /tmp/serve_tiny.txt 2>&1 &
+  serving=$!
   echo "=== resume (at $SECONDS s)"
   PYTHONPATH="/tmp/site:/tmp/site2:." TRITON_CACHE_DIR=/tmp/triton timeout $((RESUME_SECONDS + 10)) \
     python3 -m scripts.gpu.check_resume --data "${DATA:-data/tiny}" --json /tmp/resume.json --seconds "$RESUME_SECONDS" \
     --steps "${RESUME_STEPS:-80}" 2>&1
   echo "RESUME $(cat /tmp/resume.json)"
+  wait $serving
+  tail -25 /tmp/serve_tiny.txt
 fi
 echo "=== end at $SECONDS s"
