@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def few_rows(
     x,
     weight,
@@ -93,7 +93,7 @@ def one_row(
     tl.store(rest + column - num_first, out, mask=(column >= num_first) & (column < num_columns))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def thin(
     x,
     weight,
@@ -130,7 +130,7 @@ def thin(
     split(tl.trans(sums), first, rest, row, column, num_rows, num_first, num_columns)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def many_rows(
     x,
     weight,

@@ -15,11 +15,13 @@ import torch
 from torch import Tensor
 
 from baltoro.errors import ShapeError
-from baltoro.kernels.device import machine
+from baltoro.kernels.device import has_dependent_launch, machine
 from baltoro.kernels.mla import reference
 
 MAX_WINDOW = 8
 MAX_SPLITS = 264
+MERGE_VALUES = 8192
+"""Values that a program of the merge loads at a time, 32 a thread; the fewer, the more programs share the read."""
 MIN_KEYS = 128
 """Keys that are worth a split of their own: below, the merge costs more than it saves."""
 
@@ -122,19 +124,19 @@ def _launch(
     from baltoro.kernels.mla.triton_decode import split_kernel
 
     heads, window, splits, latent = sizes
-    (num, rows, width), shared = q.shape, q.shape[-1] - latent
+    (num, rows), shared = q.shape[:2], q.shape[2] - latent
     is_alone = splits == 1  # then an empty request has to write its zeros: nobody merges
     parts = torch.empty(num, splits, rows, latent, dtype=torch.float32, device=q.device)
     sums = torch.empty(num, splits, rows, dtype=torch.float32, device=q.device)
     if not num:
         return parts.view(num, rows, latent), sums.view(num, rows)
-    is_dependent = _has_dependent_launch(q)
+    is_dependent = has_dependent_launch(q)
     split_kernel[(num, splits, -(-rows // tiles.rows))](
         q, kv, table, lengths, parts, sums, scale / math.log(2.0),
-        q.stride(0), q.stride(1), kv.stride(0), table.stride(0), heads, rows, window,
+        q.stride(0), q.stride(1), kv.stride(0), table.stride(0), heads, rows, window, splits,
         KV_ROW=kv.stride(1), R=latent, D=shared,
         BLOCK_R=max(16, triton.next_power_of_2(latent)), BLOCK_D=max(16, triton.next_power_of_2(shared)),
-        ROWS=tiles.rows, KEYS=tiles.keys, SPLITS=splits, PAGE=kv.shape[1], STAGES=tiles.stages, AHEAD=tiles.ahead,
+        ROWS=tiles.rows, KEYS=tiles.keys, PAGE=kv.shape[1], STAGES=tiles.stages, AHEAD=tiles.ahead,
         WRITES_EMPTY=is_alone, PDL=is_dependent, INTERP=q.device.type == "cpu", num_warps=tiles.warps,
     )  # fmt: skip
     if is_alone:
@@ -151,17 +153,10 @@ def _merge(parts: Tensor, sums: Tensor, is_dependent: bool) -> tuple[Tensor, Ten
     num, splits, rows, latent = parts.shape
     out, lse = torch.empty_like(parts[:, 0]), torch.empty_like(sums[:, 0])
     block_s = triton.next_power_of_2(splits)
-    # all loads of a program at a time, 32 values a thread; the fewer the columns, the more programs share the read
-    block_r = min(triton.next_power_of_2(latent), max(16, 8192 // block_s))
+    block_r = min(triton.next_power_of_2(latent), max(16, MERGE_VALUES // block_s))
     launch = {"launch_pdl": True} if is_dependent else {}
     merge_kernel[(num, rows, -(-latent // block_r))](
-        parts, sums, out, lse, rows,
-        R=latent, BLOCK_R=block_r, SPLITS=splits, BLOCK_S=block_s, PDL=is_dependent, num_warps=8, **launch,
+        parts, sums, out, lse, rows, splits,
+        R=latent, BLOCK_R=block_r, BLOCK_S=block_s, PDL=is_dependent, num_warps=8, **launch,
     )  # fmt: skip
     return out, lse
-
-
-def _has_dependent_launch(tensor: Tensor) -> bool:
-    """Whether a kernel may start before the one it waits for has ended: from compute capability 9."""
-    capability = machine(tensor.device.type, tensor.device.index or 0).capability
-    return capability is not None and capability >= (9, 0)

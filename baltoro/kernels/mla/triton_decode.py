@@ -59,18 +59,18 @@ def columns(rows, c, is_row, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     return tile
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["heads", "num_rows", "window", "splits"])
 def split_kernel(
     q, kv, table, lengths, out, lse, scale2,
     q_request, q_row, kv_page, table_request,
-    heads, num_rows, window,
+    heads, num_rows, window, splits,
     KV_ROW: tl.constexpr, R: tl.constexpr, D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, SPLITS: tl.constexpr, PAGE: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, PAGE: tl.constexpr,
     STAGES: tl.constexpr, AHEAD: tl.constexpr, WRITES_EMPTY: tl.constexpr, PDL: tl.constexpr, INTERP: tl.constexpr,
 ):  # fmt: skip
-    """Program (request, split, block of rows). Writes out [N, SPLITS, rows, R] and lse [N, SPLITS, rows], FP32.
+    """Program (request, split, block of rows). Writes out [N, splits, rows, R] and lse [N, splits, rows], FP32.
 
-    A split without keys writes lse -inf, and out only with WRITES_EMPTY; where a row alone sees no key, out is 0 and lse -inf.
+    A split without keys writes lse -inf, and out only with WRITES_EMPTY; a row that sees no key gets out 0, lse -inf.
     AHEAD: the shared part of a tile is fetched one tile ahead into registers, which leaves STAGES buffers to the rest.
     """
     if PDL:
@@ -81,7 +81,7 @@ def split_kernel(
     r, d, n = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_D), tl.arange(0, KEYS)
     length = tl.load(lengths + request).to(tl.int32)
     sees = length - (window - 1 - row // heads)  # keys this row sees: causal inside the window
-    per_split = tl.cdiv(tl.cdiv(length, KEYS), SPLITS)
+    per_split = tl.cdiv(tl.cdiv(length, KEYS), splits)
     first = split * per_split * KEYS
     last = tl.minimum(length, first + per_split * KEYS)
     pages = table + request * table_request
@@ -127,16 +127,16 @@ def split_kernel(
     whole = tl.where(is_empty, 1.0, whole)
     acc = acc / whole[None, :]
     sums = tl.where(is_empty, float("-inf"), (best + tl.log2(whole)) * 0.6931471805599453)
-    place = (request * SPLITS + split) * num_rows + row
+    place = (request * splits + split) * num_rows + row
     tl.store(lse + place, sums, mask=is_row)
     if WRITES_EMPTY or first < last:
         tl.store(out + place[None, :] * R + r[:, None], acc, mask=is_row[None, :] & (r < R)[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "splits"])
 def merge_kernel(
-    parts, sums, out, lse, num_rows,
-    R: tl.constexpr, BLOCK_R: tl.constexpr, SPLITS: tl.constexpr, BLOCK_S: tl.constexpr, PDL: tl.constexpr,
+    parts, sums, out, lse, num_rows, splits,
+    R: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (request, row, block of channels): out = sum_s e^(lse_s - lse) part_s, all splits loaded at once.
 
@@ -146,8 +146,8 @@ def merge_kernel(
         gdc_wait()
     request, row, block = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     s, r = tl.arange(0, BLOCK_S), block * BLOCK_R + tl.arange(0, BLOCK_R)
-    place = (request * SPLITS + s) * num_rows + row
-    every = tl.load(sums + place, mask=s < SPLITS, other=float("-inf"))
+    place = (request * splits + s) * num_rows + row
+    every = tl.load(sums + place, mask=s < splits, other=float("-inf"))
     is_some = every > float("-inf")
     part = tl.load(parts + place[:, None] * R + r[None, :], mask=is_some[:, None] & (r < R)[None, :], other=0)
     best = tl.max(every, axis=0)

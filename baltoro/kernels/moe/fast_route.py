@@ -15,6 +15,7 @@ from baltoro.kernels.moe import reference
 
 # Experts of one group: 4 a lane of a warp, what one load of 16 bytes brings.
 WIDTH = 128
+MAX_WARPS = 16
 
 
 def route(
@@ -74,6 +75,6 @@ def select(
             IS_SIGMOID=activation == "sigmoid",
             IS_RENORMALISED=bool(options["is_renormalised"]) and top_k > 1,
             HAS_COUNTS=counts is not None,
-            num_warps=min(groups, 16),
+            num_warps=min(groups, MAX_WARPS),
         )
     return ids, weights
