@@ -180,23 +180,23 @@ def _constant(value: Any, _: Any) -> Any:
 
 
 NARROW = [
-    (Tiles(16, 64, 3, 8, ahead=True), None, True),
-    (Tiles(16, 32, 3, 8, per_unit=2), None, True),
     (Tiles(16, 64, 3, 4, ahead=True), None, True),
     (Tiles(16, 32, 3, 4, per_unit=2), None, True),
-    (Tiles(16, 64, 3, 8, ahead=True), None, False),
-    (Tiles(16, 32, 5, 8), None, True),
-    (Tiles(16, 64, 1, 8), None, True),
-    (Tiles(16, 64, 2, 8), None, True),
-]
-WIDE = [
-    (Tiles(64, 32, 4, 8), None, True),
-    (Tiles(32, 32, 4, 8), None, True),
-    (Tiles(64, 32, 3, 8), None, True),
-    (Tiles(32, 32, 3, 4, per_unit=2), None, True),
-    (Tiles(32, 64, 2, 8), None, True),
     (Tiles(16, 64, 3, 8, ahead=True), None, True),
     (Tiles(16, 32, 3, 8, per_unit=2), None, True),
+    (Tiles(16, 64, 3, 4, ahead=True), None, False),
+    (Tiles(16, 32, 5, 4), None, True),
+    (Tiles(16, 64, 2, 4), None, True),
+    (Tiles(16, 64, 1, 8), None, True),
+]
+WIDE = [
+    (Tiles(64, 32, 4, 8, flip=True), None, True),
+    (Tiles(16, 64, 3, 4, ahead=True), None, True),
+    (Tiles(64, 64, 2, 8, flip=True), None, True),
+    (Tiles(32, 64, 2, 4), None, True),
+    (Tiles(32, 32, 3, 4, per_unit=2), None, True),
+    (Tiles(64, 32, 4, 8), None, True),
+    (Tiles(16, 32, 3, 4, per_unit=2), None, True),
 ]
 ONE = [
     linear.Tiles(1, 2, 1024, 7, 4),

@@ -34,6 +34,7 @@ class Tiles:
     keys      of a tile; 64 is what a warp group takes from shared memory, 32 goes through registers in one of the two
     stages    tiles that are being fetched or multiplied at a time
     ahead     the shared part of a tile is fetched through registers, so that three tiles of 64 keys fit
+    flip      the first product has the query rows on the left
     per_unit  programs that share a processor, by shared memory and registers
     """
 
@@ -42,18 +43,22 @@ class Tiles:
     stages: int
     warps: int
     ahead: bool = False
+    flip: bool = False
     per_unit: int = 1
 
 
-def choose_tiles(num_rows: int, itemsize: int) -> Tiles:
-    """By shape alone. Measured on an H200 by scripts/gpu/lab_mla.py; bytes of shared memory at K3's widths beside."""
+def choose_tiles(num_rows: int, itemsize: int, page: int, *, is_large: bool) -> Tiles:
+    """By shape alone. Measured on an H200 by scripts/gpu/lab_mla.py; bytes of shared memory at K3's widths beside.
+
+    `is_large`: a program may have 227 kB of shared memory.
+    """
     if itemsize > 2:  # FP32 has no matrix unit here; this is for tests and small models
         return Tiles(16, 32, 1, 8)  # 111 kB
-    if num_rows <= 16:
-        return Tiles(16, 32, 3, 8, per_unit=2)  # 93 kB, 124 registers: two programs on a processor
+    if not is_large or page % 64:  # a tile over several pages needs a page number a key, and registers for them
+        return Tiles(16, 32, 3, 4, per_unit=2)  # 93 kB, 158 registers: two programs a processor
     if num_rows <= 32:
-        return Tiles(32, 32, 4, 8)  # 149 kB
-    return Tiles(64, 32, 4, 8)  # 189 kB
+        return Tiles(16, 64, 3, 4, ahead=True)  # 223 kB; one warp group, so that no product is made twice
+    return Tiles(64, 32, 4, 8, flip=True)  # 226 kB
 
 
 def num_splits(num_requests: int, num_rows: int, max_keys: int, num_units: int, tiles: Tiles) -> int:
@@ -86,10 +91,12 @@ def attend_absorbed(
     if q.dtype == torch.float64:
         return attend_window(q, kv, page_table, lengths, latent=latent, scale=scale)
     heads, rows = q.shape[-2], window * q.shape[-2]
-    tiles = tiles or choose_tiles(rows, q.dtype.itemsize)
+    facts = machine(q.device.type, q.device.index or 0)
+    if tiles is None:
+        is_large = facts.capability is not None and facts.capability[0] in (9, 10)
+        tiles = choose_tiles(rows, q.dtype.itemsize, kv.shape[1], is_large=is_large)
     if splits is None:
-        units = machine(q.device.type, q.device.index or 0).num_units
-        splits = num_splits(q.shape[0], rows, page_table.shape[1] * kv.shape[1], units, tiles)
+        splits = num_splits(q.shape[0], rows, page_table.shape[1] * kv.shape[1], facts.num_units, tiles)
     flat = q.reshape(q.shape[0], rows, q.shape[-1]).contiguous()
     out, lse = _launch(flat, kv, page_table, lengths, (heads, window, splits, latent), scale, tiles)
     return out.view(*q.shape[:-1], latent), lse.view(q.shape[:-1])
@@ -136,7 +143,7 @@ def _launch(
         q.stride(0), q.stride(1), kv.stride(0), table.stride(0), heads, rows, window, splits,
         KV_ROW=kv.stride(1), R=latent, D=shared,
         BLOCK_R=max(16, triton.next_power_of_2(latent)), BLOCK_D=max(16, triton.next_power_of_2(shared)),
-        ROWS=tiles.rows, KEYS=tiles.keys, PAGE=kv.shape[1], STAGES=tiles.stages, AHEAD=tiles.ahead,
+        ROWS=tiles.rows, KEYS=tiles.keys, PAGE=kv.shape[1], STAGES=tiles.stages, AHEAD=tiles.ahead, FLIP=tiles.flip,
         WRITES_EMPTY=is_alone, PDL=is_dependent, INTERP=q.device.type == "cpu", num_warps=tiles.warps,
     )  # fmt: skip
     if is_alone:

@@ -66,12 +66,14 @@ def split_kernel(
     heads, num_rows, window, splits,
     KV_ROW: tl.constexpr, R: tl.constexpr, D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, PAGE: tl.constexpr,
-    STAGES: tl.constexpr, AHEAD: tl.constexpr, WRITES_EMPTY: tl.constexpr, PDL: tl.constexpr, INTERP: tl.constexpr,
+    STAGES: tl.constexpr, AHEAD: tl.constexpr, FLIP: tl.constexpr,
+    WRITES_EMPTY: tl.constexpr, PDL: tl.constexpr, INTERP: tl.constexpr,
 ):  # fmt: skip
     """Program (request, split, block of rows). Writes out [N, splits, rows, R] and lse [N, splits, rows], FP32.
 
     A split without keys writes lse -inf, and out only with WRITES_EMPTY; a row that sees no key gets out 0, lse -inf.
     AHEAD: the shared part of a tile is fetched one tile ahead into registers, which leaves STAGES buffers to the rest.
+    FLIP: the first product has the query rows on the left, where they are 64 and the keys are not.
     """
     if PDL:
         gdc_launch_dependents()
@@ -88,8 +90,8 @@ def split_kernel(
 
     is_row = row < num_rows
     at = q + request * q_request + row * q_row
-    q_latent = tl.trans(columns(at, r, is_row, R, BLOCK_R))
-    q_shared = tl.trans(columns(at + R, d, is_row, D, BLOCK_D))
+    q_latent = columns(at, r, is_row, R, BLOCK_R)
+    q_shared = columns(at + R, d, is_row, D, BLOCK_D)
     best = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([KEYS, ROWS], tl.float32)  # of each place in the tile: summed over the tile once, at the end
     acc = tl.zeros([BLOCK_R, ROWS], tl.float32)
@@ -109,8 +111,12 @@ def split_kernel(
         if AHEAD:
             key = key_rows(kv + R, page, start + KEYS, n, kv_page, KV_ROW, KEYS, PAGE)
             shared = columns(key, d, place + KEYS < last, D, BLOCK_D)
-        score = dot(latent, q_latent, tl.zeros([KEYS, ROWS], tl.float32), INTERP)
-        score = dot(this, q_shared, score, INTERP)
+        if FLIP:
+            score = dot(q_latent, tl.trans(latent), tl.zeros([ROWS, KEYS], tl.float32), INTERP)
+            score = tl.trans(dot(q_shared, tl.trans(this), score, INTERP))
+        else:
+            score = dot(latent, tl.trans(q_latent), tl.zeros([KEYS, ROWS], tl.float32), INTERP)
+            score = dot(this, tl.trans(q_shared), score, INTERP)
         is_seen = is_key[:, None] & (place[:, None] < sees[None, :])
         score = tl.where(is_seen, score * scale2, float("-inf"))
         higher = tl.maximum(best, tl.max(score, axis=0))

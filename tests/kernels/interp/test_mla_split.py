@@ -87,7 +87,9 @@ def test_offsets_are_64_bits_wide(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("page", [16, 64, 128])
-@pytest.mark.parametrize("tiles", [Tiles(16, 64, 3, 8, ahead=True), Tiles(32, 32, 1, 4), Tiles(16, 32, 3, 8)])
+@pytest.mark.parametrize(
+    "tiles", [Tiles(16, 64, 3, 8, ahead=True), Tiles(64, 32, 1, 8, flip=True), Tiles(16, 32, 3, 4)]
+)
 def test_any_page_size_and_tile(tiles: Tiles, page: int) -> None:
     arena = torch.randn(2048 // page + 1, page, LATENT + SHARED)
     table = torch.randperm(len(arena))[: 6 * 128 // page].view(2, -1)
@@ -103,4 +105,5 @@ def test_the_planner_knows_shapes_only_and_fills_the_card() -> None:
     assert num_splits(64, 12, 131072, 132, one) == 2 and num_splits(400, 12, 131072, 132, two) == 1
     assert num_splits(1, 96 * 8, 131072, 132, Tiles(64, 32, 3, 8)) == 11
     assert num_splits(1, 12, 100, 132, one) == 1 and num_splits(0, 12, 0, 0, one) == 1
-    assert all(choose_tiles(n, size).rows >= 16 for n in (1, 16, 17, 768) for size in (2, 4))
+    assert choose_tiles(12, 2, 64, is_large=True).ahead and not choose_tiles(12, 2, 48, is_large=True).ahead
+    assert choose_tiles(768, 2, 64, is_large=True).rows == 64 and choose_tiles(768, 4, 64, is_large=True).stages == 1
