@@ -144,8 +144,6 @@ def depth_mix(tokens: int, is_dry: bool) -> Problem:
 
     def launch(setting: dict[str, Any], turn: int) -> tuple[Tensor, Tensor]:
         constants = dict(setting)
-        if "warps" in constants:
-            constants["_warps"] = partial(_constant, constants.pop("warps"))
         if "dependent" in constants:
             constants["has_dependent_launch"] = partial(_constant, constants.pop("dependent"))
         with mock.patch.multiple(attnres, **constants):
@@ -235,8 +233,10 @@ MANY = [
 ]
 SHARED = [{"SHARE_BLOCK": 256}, {"SHARE_BLOCK": 512}, {"SHARE_BLOCK": 1024, "SHARE_WARPS": 8}]
 SHARED += [{"SHARE_BLOCK": 256, "SHARE_WARPS": 2}, {"SHARE_BLOCK": 128}, {"SHARE_BLOCK": 256, "dependent": False}]
-WHOLE = [{"FEW_TOKENS": 0, "CHUNK": 1024, "warps": w} for w in (16, 8, 32)]
-WHOLE += [{"FEW_TOKENS": 0, "CHUNK": 512, "warps": w} for w in (16, 8)]
+WHOLE = [
+    {"FEW_TOKENS": 0, "CHUNK": chunk, "READ_WARPS": warps}
+    for chunk, warps in ((256, 8), (512, 16), (256, 4), (1024, 16), (256, 16))
+]
 SELECT = [(128, 16), (128, 4), (256, 16), (64, 16)]
 SCAN = [{"SCAN": attnres.Scan(**kinds)} for kinds in (
     {}, {"sum_block": 256}, {"sum_block": 128}, {"sum_block": 512, "sum_warps": 8}, {"score_block": 64},
@@ -256,8 +256,8 @@ CASES = [
     ),
     Case("top-16, 1 token", partial(select, 1), SELECT, 1e-5),
     Case("top-16, 256 tokens", partial(select, 256), SELECT, 1e-5, False),
-    Case("depth mix, 1 token", partial(depth_mix, 1), SHARED + WHOLE[:1], 1e-2),
-    Case("depth mix, 32 tokens", partial(depth_mix, 32), [*SHARED[:4], *WHOLE[:2]], 1e-2, False),
+    Case("depth mix, 1 token", partial(depth_mix, 1), SHARED + WHOLE[3:4], 1e-2),
+    Case("depth mix, 32 tokens", partial(depth_mix, 32), [*SHARED[:4], WHOLE[0], WHOLE[3]], 1e-2, False),
     Case("mla 12 heads, 32 x 8192", partial(attention, 32, 8192, 12, 1), NARROW[:4], 6e-3, False),
     Case("mla 96 heads, 1 x 131072", partial(attention, 1, 131072, 96, 1), WIDE, 6e-3),
     Case("mla 12 heads, 32 x 8192, window 8", partial(attention, 32, 8192, 12, 8), WIDE, 6e-3, False),

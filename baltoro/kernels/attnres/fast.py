@@ -29,8 +29,10 @@ class Scan:
 
 
 SCAN = Scan()
-CHUNK = 1024
-"""Channels of all sources that a program which has a token to itself loads at a time."""
+CHUNK = 256
+"""Channels of all sources that a program which has a token to itself loads at a time; with so few, 80 registers do."""
+READ_WARPS = 8
+"""Of such a program: three share a processor, so that one loads while another reduces."""
 MAX_SOURCES = 16
 FEW_TOKENS = 64
 """Up to here a row is shared out over programs, in two launches; above, there are programs enough without."""
@@ -171,7 +173,7 @@ def _read_whole(
         L=num, D=width, BLOCK_L=triton.next_power_of_2(num), BLOCK_D=triton.next_power_of_2(width),
         CHUNK=min(CHUNK, triton.next_power_of_2(width)),
         HAS_PREFIX=prefix is not None, HAS_UPDATE=update is not None, HAS_NORM=gain is not None,
-        num_warps=_warps(width),
+        num_warps=min(READ_WARPS, _warps(width)),
     )  # fmt: skip
 
 
