@@ -89,6 +89,7 @@ def measure(case: Case, found: Ceilings, end: float, *, is_dry: bool) -> list[st
         us = attempt(partial(timed, problem, setting))
         if us is not None:
             rows.append((us, f"{us:9.1f} us {us / floor:7.2f} x floor  {error:.1e}  {setting}"))
+            say(f"{case.name}: {rows[-1][1]}")  # the tables come last, if there is time for them
     if not is_dry:
         torch.cuda.empty_cache()
     return [f"--- {case.name}: floor {floor:.1f} us", *(line for _, line in sorted(rows))]
