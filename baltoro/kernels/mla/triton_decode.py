@@ -59,6 +59,31 @@ def columns(rows, c, is_row, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     return tile
 
 
+@triton.jit
+def products(q_latent, q_shared, latent, shared, FLIP: tl.constexpr, INTERP: tl.constexpr):
+    """Keys times query rows, [KEYS, ROWS] either way.
+
+    FLIP: the query rows are on the left in the product, where they are 64 and the keys are not.
+    """
+    if FLIP:
+        score = dot(q_latent, tl.trans(latent), tl.zeros([q_latent.shape[0], latent.shape[0]], tl.float32), INTERP)
+        score = tl.trans(dot(q_shared, tl.trans(shared), score, INTERP))
+    else:
+        score = dot(latent, tl.trans(q_latent), tl.zeros([latent.shape[0], q_latent.shape[0]], tl.float32), INTERP)
+        score = dot(shared, tl.trans(q_shared), score, INTERP)
+    return score
+
+
+@triton.jit
+def finish(out, lse, place, is_row, best, total, acc, r, R: tl.constexpr, writes_out):
+    """Divide by the sums of each row and write them; sums of 0 give 0 and -inf."""
+    is_empty = total == 0
+    total = tl.where(is_empty, 1.0, total)
+    tl.store(lse + place, tl.where(is_empty, float("-inf"), (best + tl.log2(total)) * 0.6931471805599453), mask=is_row)
+    if writes_out:
+        tl.store(out + place[None, :] * R + r[:, None], acc / total[None, :], mask=is_row[None, :] & (r < R)[:, None])
+
+
 @triton.jit(do_not_specialize=["heads", "num_rows", "window", "splits"])
 def split_kernel(
     q, kv, table, lengths, out, lse, scale2,
@@ -73,12 +98,10 @@ def split_kernel(
 
     A split without keys writes lse -inf, and out only with WRITES_EMPTY; a row that sees no key gets out 0, lse -inf.
     AHEAD: the shared part of a tile is fetched one tile ahead into registers, which leaves STAGES buffers to the rest.
-    FLIP: the first product has the query rows on the left, where they are 64 and the keys are not.
     """
     if PDL:
         gdc_launch_dependents()
-    request = tl.program_id(0).to(tl.int64)
-    split = tl.program_id(1)
+    request, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
     r, d, n = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_D), tl.arange(0, KEYS)
     length = tl.load(lengths + request).to(tl.int32)
@@ -87,7 +110,6 @@ def split_kernel(
     first = split * per_split * KEYS
     last = tl.minimum(length, first + per_split * KEYS)
     pages = table + request * table_request
-
     is_row = row < num_rows
     at = q + request * q_request + row * q_row
     q_latent = columns(at, r, is_row, R, BLOCK_R)
@@ -111,32 +133,17 @@ def split_kernel(
         if AHEAD:
             key = key_rows(kv + R, page, start + KEYS, n, kv_page, KV_ROW, KEYS, PAGE)
             shared = columns(key, d, place + KEYS < last, D, BLOCK_D)
-        if FLIP:
-            score = dot(q_latent, tl.trans(latent), tl.zeros([ROWS, KEYS], tl.float32), INTERP)
-            score = tl.trans(dot(q_shared, tl.trans(this), score, INTERP))
-        else:
-            score = dot(latent, tl.trans(q_latent), tl.zeros([KEYS, ROWS], tl.float32), INTERP)
-            score = dot(this, tl.trans(q_shared), score, INTERP)
-        is_seen = is_key[:, None] & (place[:, None] < sees[None, :])
-        score = tl.where(is_seen, score * scale2, float("-inf"))
+        score = products(q_latent, q_shared, latent, this, FLIP, INTERP)
+        score = tl.where(is_key[:, None] & (place[:, None] < sees[None, :]), score * scale2, float("-inf"))
         higher = tl.maximum(best, tl.max(score, axis=0))
         base = tl.where(higher == float("-inf"), 0.0, higher)
         share = tl.exp2(score - base[None, :])
         keep = tl.exp2(best - base)
         total = total * keep[None, :] + share
-        if not INTERP:
-            share = share.to(latent.dtype)
-        acc = dot(tl.trans(latent), share, acc * keep[None, :], INTERP)
+        acc = dot(tl.trans(latent), share if INTERP else share.to(latent.dtype), acc * keep[None, :], INTERP)
         best = higher
-    whole = tl.sum(total, axis=0)
-    is_empty = whole == 0
-    whole = tl.where(is_empty, 1.0, whole)
-    acc = acc / whole[None, :]
-    sums = tl.where(is_empty, float("-inf"), (best + tl.log2(whole)) * 0.6931471805599453)
     place = (request * splits + split) * num_rows + row
-    tl.store(lse + place, sums, mask=is_row)
-    if WRITES_EMPTY or first < last:
-        tl.store(out + place[None, :] * R + r[:, None], acc, mask=is_row[None, :] & (r < R)[:, None])
+    finish(out, lse, place, is_row, best, tl.sum(total, axis=0), acc, r, R, WRITES_EMPTY or first < last)
 
 
 @triton.jit(do_not_specialize=["num_rows", "splits"])

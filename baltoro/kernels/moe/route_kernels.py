@@ -58,7 +58,6 @@ def select(
     chosen = tl.reshape(tl.gather(place, slot, 1) + group[:, None] * WIDTH, [GROUPS * TOP_BLOCK])
     rank = ranks(key, chosen)
     is_taken = rank < TOP
-
     picked = tl.load(row + chosen, mask=is_taken, other=0.0)
     if IS_SIGMOID:
         weight = 1.0 / (1.0 + tl.exp(-picked))
