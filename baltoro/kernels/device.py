@@ -55,3 +55,9 @@ def machine(kind: str, index: int = 0) -> Machine:
         has_triton,
         has_fla,
     )
+
+
+def has_dependent_launch(tensor: torch.Tensor) -> bool:
+    """Whether a kernel on its device may start before the one it waits for has ended: compute capability 9 and up."""
+    capability = machine(tensor.device.type, tensor.device.index or 0).capability
+    return capability is not None and capability >= (9, 0)

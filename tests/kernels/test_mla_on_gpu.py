@@ -47,7 +47,7 @@ def test_latent_attention(heads: int, window: int, dtype: torch.dtype) -> None:
 
 
 @DTYPES
-@pytest.mark.parametrize("tokens", [1, 33])
+@pytest.mark.parametrize("tokens", [1, 33, 100])
 @torch.no_grad()
 def test_depth_mix(tokens: int, dtype: torch.dtype) -> None:
     bank = torch.randn(8, tokens, 7168, device="cuda").to(dtype)

@@ -6,15 +6,39 @@ Source: spec/kernels.md D.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from baltoro.errors import ShapeError
 from baltoro.kernels.attnres import fused, reference
+from baltoro.kernels.device import has_dependent_launch
 
-SCAN_BLOCK = 128
-"""Channels of one tile of the bank pass."""
+
+@dataclass(frozen=True, slots=True)
+class Scan:
+    """How the bank pass is cut: tokens of a program and channels of a tile for the scores, channels for the sums."""
+
+    tokens: int = 8  # with 8 sources the 64 rows of a warp group
+    score_block: int = 128
+    score_warps: int = 4
+    score_stages: int = 3
+    sum_block: int = 512
+    sum_warps: int = 4
+
+
+SCAN = Scan()
+CHUNK = 256
+"""Channels of all sources that a program which has a token to itself loads at a time; with so few, 80 registers do."""
+READ_WARPS = 8
+"""Of such a program: three share a processor, so that one loads while another reduces."""
 MAX_SOURCES = 16
+FEW_TOKENS = 64
+"""Up to here a row is shared out over programs, in two launches; above, there are programs enough without."""
+SHARE_BLOCK = 256
+"""Channels of a program then: 28 programs a row at K3's width."""
+SHARE_WARPS = 4
 
 
 def mix(sources: Tensor, query: Tensor, eps: float) -> Tensor:
@@ -39,22 +63,46 @@ def scan_bank(bank: Tensor, queries: Tensor, eps: float) -> tuple[Tensor, Tensor
     """As `fused.scan_bank`. Errors: ShapeError for more than MAX_SOURCES rows."""
     if bank.dtype == torch.float64:
         return fused.scan_bank(bank, queries, eps)
+    if len(bank) > MAX_SOURCES:
+        raise ShapeError(f"a bank of {len(bank)} rows; at most {MAX_SOURCES}")
+    part = bank.new_empty(len(queries), *bank.shape[1:])
+    lse = torch.empty(part.shape[:2], dtype=torch.float32, device=bank.device)
+    if lse.numel():
+        _scan(_rows(bank), queries, part, lse, eps)
+    return part, lse
+
+
+def _scan(bank: Tensor, queries: Tensor, part: Tensor, lse: Tensor, eps: float) -> None:
+    """Shares of the sources, then the sums: the first reads the bank for many tokens at a time, the second for one."""
     import triton  # absent on machines without a GPU; the row needs it
 
-    from baltoro.kernels.attnres.triton_kernels import scan_kernel
+    from baltoro.kernels.attnres.triton_kernels import scores_kernel, sums_kernel
 
-    (num, tokens, width), bank = bank.shape, _rows(bank)
-    if num > MAX_SOURCES:
-        raise ShapeError(f"a bank of {num} rows; at most {MAX_SOURCES}")
-    part = torch.empty(len(queries), tokens, width, dtype=bank.dtype, device=bank.device)
-    lse = torch.empty(len(queries), tokens, dtype=torch.float32, device=bank.device)
-    if tokens:
-        scan_kernel[(tokens,)](
-            bank, queries.contiguous(), part, lse, bank.stride(0), bank.stride(1), tokens, eps,
-            L=num, Q=len(queries), D=width, BLOCK_L=MAX_SOURCES,
-            BLOCK_Q=max(16, triton.next_power_of_2(len(queries))), BLOCK_D=SCAN_BLOCK, num_warps=4,
-        )  # fmt: skip
-    return part, lse
+    num, tokens, width = bank.shape
+    is_split = bank.is_cuda and bank.dtype == torch.bfloat16  # the interpreter has no bf16 products
+    halves = _halves(queries) if is_split else queries.float().contiguous().unsqueeze(0)
+    share = torch.empty(tokens, len(queries), num, dtype=torch.float32, device=bank.device)
+    cut: dict[str, int] = {
+        "L": num, "Q": len(queries), "D": width, "BLOCK_L": max(8, triton.next_power_of_2(num)),
+        "BLOCK_Q": max(16, triton.next_power_of_2(len(queries))),
+    }  # fmt: skip
+    scores_kernel[(-(-tokens // SCAN.tokens),)](
+        bank, halves, share, lse, bank.stride(0), bank.stride(1), tokens, eps,
+        PARTS=len(halves), TOKENS=SCAN.tokens, BLOCK_D=SCAN.score_block,
+        num_warps=SCAN.score_warps, num_stages=SCAN.score_stages if is_split else 1, **cut,
+    )  # fmt: skip
+    sums_kernel[(tokens,)](
+        bank, share, part, bank.stride(0), bank.stride(1), tokens,
+        BLOCK_D=SCAN.sum_block, IS_SPLIT=is_split, num_warps=SCAN.sum_warps, num_stages=3, **cut,
+    )  # fmt: skip
+
+
+def _halves(queries: Tensor) -> Tensor:
+    """[Q, D] -> bf16 [1 or 2, Q, D] whose sum it is, to 2^-17 of it."""
+    if queries.dtype == torch.bfloat16:
+        return queries.contiguous().unsqueeze(0)
+    high = queries.bfloat16()
+    return torch.stack([high, (queries.float() - high.float()).bfloat16()])
 
 
 def fold(
@@ -96,20 +144,68 @@ def _read(
     norm_eps: float,
 ) -> tuple[Tensor | None, Tensor]:
     """(the sum if there is one, the mix or its norm)."""
+    total = _total(prefix, update)
+    rows, count = (_rows(bank), _packed(prefix), _packed(update)), len(bank) + (total is not None)
+    out = torch.empty(bank.shape[1:], dtype=bank.dtype, device=bank.device)
+    is_few = bank.shape[1] <= FEW_TOKENS and count <= MAX_SOURCES
+    launch = _read_shared if is_few else _read_whole
+    if len(out):
+        launch(rows, query, gain, (total, out), (eps, norm_eps))
+    return total, out
+
+
+def _read_whole(
+    rows: tuple[Tensor, Tensor | None, Tensor | None],
+    query: Tensor,
+    gain: Tensor | None,
+    results: tuple[Tensor | None, Tensor],
+    eps: tuple[float, float],
+) -> None:
+    """One program a token."""
     import triton
 
     from baltoro.kernels.attnres.triton_kernels import read_kernel
 
-    (num, tokens, width), bank = bank.shape, _rows(bank)
-    total, out = _total(prefix, update), torch.empty(tokens, width, dtype=bank.dtype, device=bank.device)
-    if tokens:
-        read_kernel[(tokens,)](
-            bank, _packed(prefix), _packed(update), query, gain, total, out, bank.stride(0), bank.stride(1),
-            eps, norm_eps, L=num, D=width, BLOCK_D=triton.next_power_of_2(width),
-            HAS_PREFIX=prefix is not None, HAS_UPDATE=update is not None, HAS_NORM=gain is not None,
-            num_warps=_warps(width),
-        )  # fmt: skip
-    return total, out
+    bank, prefix, update = rows
+    num, tokens, width = bank.shape
+    read_kernel[(tokens,)](
+        *rows, query, gain, *results, bank.stride(0), bank.stride(1), *eps,
+        L=num, D=width, BLOCK_L=triton.next_power_of_2(num), BLOCK_D=triton.next_power_of_2(width),
+        CHUNK=min(CHUNK, triton.next_power_of_2(width)),
+        HAS_PREFIX=prefix is not None, HAS_UPDATE=update is not None, HAS_NORM=gain is not None,
+        num_warps=min(READ_WARPS, _warps(width)),
+    )  # fmt: skip
+
+
+def _read_shared(
+    rows: tuple[Tensor, Tensor | None, Tensor | None],
+    query: Tensor,
+    gain: Tensor | None,
+    results: tuple[Tensor | None, Tensor],
+    eps: tuple[float, float],
+) -> None:
+    """Many programs a token, in two launches of which the second starts to load while the first still runs."""
+    import triton
+
+    from baltoro.kernels.attnres.decode_kernels import blend_kernel, products_kernel
+
+    (bank, prefix, update), (total, out) = rows, results
+    num, tokens, width = bank.shape
+    blocks = -(-width // SHARE_BLOCK)
+    products = torch.empty(tokens, blocks, MAX_SOURCES, MAX_SOURCES, dtype=torch.float32, device=bank.device)
+    dots = torch.empty(tokens, blocks, MAX_SOURCES, dtype=torch.float32, device=bank.device)
+    is_dependent = has_dependent_launch(bank)
+    cut = {"L": num, "D": width, "BLOCK_L": MAX_SOURCES, "BLOCK_D": SHARE_BLOCK, "PDL": is_dependent}
+    cut |= {"num_warps": SHARE_WARPS, "HAS_PREFIX": prefix is not None, "HAS_UPDATE": update is not None}
+    strides = (bank.stride(0), bank.stride(1))
+    products_kernel[(blocks, tokens)](
+        *rows, query, total, products, dots, *strides, INTERP=bank.device.type == "cpu", **cut
+    )
+    launch = {"launch_pdl": True} if is_dependent else {}
+    blend_kernel[(blocks, tokens)](
+        *rows, gain, products, dots, out, *strides, *eps,
+        BLOCKS=blocks, BLOCK_B=triton.next_power_of_2(blocks), HAS_NORM=gain is not None, **cut, **launch,
+    )  # fmt: skip
 
 
 def _total(prefix: Tensor | None, update: Tensor | None) -> Tensor | None:

@@ -44,68 +44,121 @@ def _finish(out, at, mixed, gain, d, mask, norm_eps, D: tl.constexpr, HAS_NORM: 
 @triton.jit
 def read_kernel(
     bank, prefix, update, query, gain, total, out, bank_source, bank_token, eps, norm_eps,
-    L: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    L: tl.constexpr, D: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr,
     HAS_PREFIX: tl.constexpr, HAS_UPDATE: tl.constexpr, HAS_NORM: tl.constexpr,
 ):  # fmt: skip
-    """bank [L, T, D] by strides; prefix, update, total, out [T, D] contiguous; query, gain [D]."""
+    """bank [L, T, D] by strides; prefix, update, total, out [T, D] contiguous; query, gain [D].
+
+    All sources at a time, in chunks of a row: sums of products stay spread over the threads, so that nothing waits
+    inside the first pass, and the scores cost one reduction. The second pass finds the bank in the caches.
+    """
     token = tl.program_id(0).to(tl.int64)
-    d = tl.arange(0, BLOCK_D)
+    d, c, source = tl.arange(0, BLOCK_D), tl.arange(0, CHUNK), tl.arange(0, BLOCK_L)
     mask = d < D
     at = token * D + d
-    wide_query = tl.load(query + d, mask=mask, other=0).to(tl.float32)
-    best = float("-inf")
-    sums = 0.0
+    rows = bank + source[:, None].to(tl.int64) * bank_source + token * bank_token
+    dots = tl.zeros([BLOCK_L, CHUNK], tl.float32)
+    squares = tl.zeros([BLOCK_L, CHUNK], tl.float32)
+    for first in tl.static_range(0, D, CHUNK):
+        column = first + c
+        is_row = (source < L)[:, None] & (column < D)[None, :]
+        tile = tl.load(rows + column[None, :], mask=is_row, other=0).to(tl.float32)
+        # as wide as the tile, from the first cache: one row of it would have to change layout, with barriers
+        dots += tile * tl.load(query + source[:, None] * 0 + column[None, :], mask=is_row, other=0).to(tl.float32)
+        squares += tile * tile
+    score = tl.sum(dots, axis=1) * tl.rsqrt(tl.sum(squares, axis=1) / D + eps)
+    score = tl.where(source < L, score, float("-inf"))
+    best = tl.max(score, axis=0)
     acc = tl.zeros([BLOCK_D], tl.float32)
+    own = float("-inf")
     if HAS_PREFIX or HAS_UPDATE:
         acc = _pending(prefix, update, total, at, mask, HAS_PREFIX, HAS_UPDATE)
-        best = _score(acc, wide_query, eps, D)
-        sums = 1.0
-    for source in tl.static_range(L):
-        row = tl.load(bank + source * bank_source + token * bank_token + d, mask=mask, other=0).to(tl.float32)
-        score = _score(row, wide_query, eps, D)
-        higher = tl.maximum(best, score)
-        keep, weight = tl.exp(best - higher), tl.exp(score - higher)
-        acc = acc * keep + row * weight
-        sums = sums * keep + weight
-        best = higher
+        own = _score(acc, tl.load(query + d, mask=mask, other=0).to(tl.float32), eps, D)
+        best = tl.maximum(best, own)
+    share, own_share = tl.exp(score - best), tl.exp(own - best)
+    sums = tl.sum(share, axis=0) + own_share
+    acc = acc * own_share
+    for one in tl.static_range(L):
+        weight = tl.sum(tl.where(source == one, share, 0.0), axis=0)
+        row = tl.load(bank + one * bank_source + token * bank_token + d, mask=mask, other=0).to(tl.float32)
+        acc += row * weight
     _finish(out, at, acc / sums, gain, d, mask, norm_eps, D, HAS_NORM)
 
 
 @triton.jit
-def scan_kernel(
-    bank, queries, part, lse, bank_source, bank_token, num_tokens, eps,
-    L: tl.constexpr, Q: tl.constexpr, D: tl.constexpr,
+def scores_kernel(
+    bank, queries, share, lse, bank_source, bank_token, num_tokens, eps,
+    L: tl.constexpr, Q: tl.constexpr, D: tl.constexpr, PARTS: tl.constexpr, TOKENS: tl.constexpr,
     BLOCK_L: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """All queries of a block over the bank of one token: scores as one product, then the weighted sums.
+    """Program TOKENS tokens: all queries against all their bank rows. Writes share [T, Q, L] and lse [Q, T], FP32.
 
-    The bank rows are read from memory once and from cache once. Writes part [Q, T, D] and lse [Q, T].
+    The rows of several tokens share each tile of the queries. queries [PARTS, Q, D]: FP32 queries beside a bf16 bank
+    come as the sum of two bf16, to 2^-17 of them, so that the bank enters the matrix unit as it is.
+    """
+    row, q, d = tl.arange(0, TOKENS * BLOCK_L), tl.arange(0, BLOCK_Q), tl.arange(0, BLOCK_D)
+    token = tl.program_id(0).to(tl.int64) * TOKENS + row // BLOCK_L
+    source = row % BLOCK_L
+    is_row = (source < L) & (token < num_tokens)
+    rows = bank + source.to(tl.int64) * bank_source + token * bank_token
+    dots = tl.zeros([TOKENS * BLOCK_L, BLOCK_Q], tl.float32)
+    squares = tl.zeros([TOKENS * BLOCK_L, BLOCK_D], tl.float32)
+    for first in range(0, D, BLOCK_D):
+        is_column = (first + d < D)[None, :]
+        tile = tl.load(rows[:, None] + (first + d)[None, :], mask=is_row[:, None] & is_column, other=0)
+        for part in tl.static_range(PARTS):
+            at = queries + (part * Q + q[:, None]) * D + (first + d)[None, :]
+            query = tl.load(at, mask=(q < Q)[:, None] & is_column, other=0)
+            if queries.dtype.element_ty == tl.float32:
+                dots = tl.dot(tile.to(tl.float32), tl.trans(query), dots, input_precision="tf32x3")
+            else:
+                dots = tl.dot(tile, tl.trans(query), dots)
+        wide = tile.to(tl.float32)
+        squares += wide * wide
+    score = dots * tl.rsqrt(tl.sum(squares, axis=1) / D + eps)[:, None]
+    score = tl.where((source < L)[:, None], score, float("-inf"))
+    score = tl.reshape(score, [TOKENS, BLOCK_L, BLOCK_Q])
+    best = tl.max(score, axis=1)
+    weight = tl.exp(score - best[:, None, :])
+    sums = tl.sum(weight, axis=1)
+    token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    is_real = (token < num_tokens)[:, None] & (q < Q)[None, :]
+    tl.store(lse + q[None, :].to(tl.int64) * num_tokens + token[:, None], best + tl.log(sums), mask=is_real)
+    weight, one = weight / sums[:, None, :], tl.arange(0, BLOCK_L)
+    at = share + (token[:, None, None] * Q + q[None, None, :]) * L + one[None, :, None]
+    tl.store(at, weight, mask=is_real[:, None, :] & (one < L)[None, :, None])
+
+
+@triton.jit
+def sums_kernel(
+    bank, share, part, bank_source, bank_token, num_tokens,
+    L: tl.constexpr, Q: tl.constexpr, D: tl.constexpr,
+    BLOCK_L: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_D: tl.constexpr, IS_SPLIT: tl.constexpr,
+):  # fmt: skip
+    """Program (token): part [Q, T, D] = share [Q, L] @ bank [L, D].
+
+    The inner width is doubled: each source stands there twice. IS_SPLIT: its share is the sum of two bf16, else the
+    second one is 0.
     """
     token = tl.program_id(0).to(tl.int64)
-    source, q, d = tl.arange(0, BLOCK_L), tl.arange(0, BLOCK_Q), tl.arange(0, BLOCK_D)
+    pair, q, d = tl.arange(0, 2 * BLOCK_L), tl.arange(0, BLOCK_Q), tl.arange(0, BLOCK_D)
+    source = pair % BLOCK_L
+    at = share + (token * Q + q[:, None]) * L + source[None, :]
+    weight = tl.load(at, mask=(q < Q)[:, None] & (source < L)[None, :], other=0.0)
+    is_first = (pair < BLOCK_L)[None, :]
+    if IS_SPLIT:
+        high = weight.to(tl.bfloat16)
+        weight = tl.where(is_first, high, (weight - high.to(tl.float32)).to(tl.bfloat16))
+    else:
+        weight = tl.where(is_first, weight, 0.0)
     rows = bank + source[:, None].to(tl.int64) * bank_source + token * bank_token
-    dots = tl.zeros([BLOCK_Q, BLOCK_L], tl.float32)
-    squares = tl.zeros([BLOCK_L], tl.float32)
     for first in range(0, D, BLOCK_D):
         column = first + d
-        is_row = (source < L)[:, None] & (column < D)[None, :]
-        tile = tl.load(rows + column[None, :], mask=is_row, other=0).to(tl.float32)
-        is_query = (q < Q)[:, None] & (column < D)[None, :]
-        wide = tl.load(queries + q[:, None] * D + column[None, :], mask=is_query, other=0).to(tl.float32)
-        dots += tl.dot(wide, tl.trans(tile), input_precision="tf32x3")
-        squares += tl.sum(tile * tile, axis=1)
-    score = dots * tl.rsqrt(squares / D + eps)[None, :]
-    score = tl.where((source < L)[None, :], score, float("-inf"))
-    best = tl.max(score, axis=1)
-    share = tl.exp(score - best[:, None])
-    sums = tl.sum(share, axis=1)
-    tl.store(lse + q.to(tl.int64) * num_tokens + token, best + tl.log(sums), mask=q < Q)
-    share = share / sums[:, None]
-    for first in range(0, D, BLOCK_D):
-        column = first + d
-        is_row = (source < L)[:, None] & (column < D)[None, :]
-        tile = tl.load(rows + column[None, :], mask=is_row, other=0).to(tl.float32)
-        mixed = tl.dot(share, tile, input_precision="tf32x3")
+        tile = tl.load(rows + column[None, :], mask=(source < L)[:, None] & (column < D)[None, :], other=0)
+        if IS_SPLIT:
+            mixed = tl.dot(weight, tile)
+        else:
+            mixed = tl.dot(weight, tile.to(tl.float32), input_precision="tf32x3")
         place = (q[:, None].to(tl.int64) * num_tokens + token) * D + column[None, :]
         tl.store(part + place, mixed.to(part.dtype.element_ty), mask=(q < Q)[:, None] & (column < D)[None, :])
 

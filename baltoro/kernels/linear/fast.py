@@ -6,6 +6,8 @@ to the framework's matrix product, which is bound by bytes there too. Source: sp
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+
 import torch
 from torch import Tensor
 
@@ -13,10 +15,32 @@ from baltoro.kernels.linear import reference
 
 # To be set by `baltoro bench kernels` on the device: the spec expects a gain up to about 4 rows.
 MAX_ROWS = 4
-# Rows of one launch without matrix units; sums of 8 rows still fit the registers.
+# Rows of one launch that only computes sums of products; sums of 8 rows still fit the registers.
 FEW_ROWS = 8
-# Above, logits and the rest are two products of the framework.
-MAX_MERGED_ROWS = 512
+# Rows beside which a tile of the weight is still most of what a program reads.
+THIN_ROWS = 16
+# Above, logits and the rest are one product of the framework with fp32 results, on a GPU, else two.
+MAX_MERGED_ROWS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """rows of x, rows n of the weight and width k of a tile; stages: tiles under way, or steps unrolled (one row)."""
+
+    rows: int
+    n: int
+    k: int
+    stages: int
+    warps: int
+
+
+def choose_tiles(num_rows: int) -> Tiles:
+    """By the number of rows of x; set by scripts/gpu/lab_mla.py on an H200 for 4480 x 7168 (router + latent down)."""
+    if num_rows == 1:
+        return Tiles(1, 2, 1024, 7, 4)  # 14 kB of weight a step of 7 in flight, 10 programs a processor
+    if num_rows <= THIN_ROWS:
+        return Tiles(8 if num_rows <= 8 else 16, 16, 256, 5, 2)  # 280 programs, all at once, 32 kB under way in each
+    return Tiles(64, 64, 64, 5, 4)  # 82 kB: two programs a processor
 
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:
@@ -24,7 +48,10 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
     if x.dim() != 2 or len(x) > MAX_ROWS or not _fits(x, weight):
         return reference.linear(x, weight)
     out = x.new_empty(len(x), len(weight))
-    few_rows(x, weight, out, out, 0)
+    if len(x) > 1 and x.dtype == torch.bfloat16:
+        many_rows(x, weight, out, out, 0)
+    else:
+        few_rows(x, weight, out, out, 0)
     return out
 
 
@@ -39,13 +66,24 @@ def norm_linear(x: Tensor, gain: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def router_linear(x: Tensor, weight: Tensor, num_logits: int) -> tuple[Tensor, Tensor]:
     """x [T, D], weight [num_logits + O, D] -> fp32 logits [T, num_logits], [T, O] in x.dtype: one launch."""
-    if x.dim() != 2 or len(x) > MAX_MERGED_ROWS or not _fits(x, weight):
+    if x.dim() != 2 or not _fits(x, weight):
+        return reference.router_linear(x, weight, num_logits)
+    if len(x) > MAX_MERGED_ROWS:
+        if x.is_cuda and x.dtype == torch.bfloat16:
+            return one_product(x, weight, num_logits)
         return reference.router_linear(x, weight, num_logits)
     logits = torch.empty(len(x), num_logits, dtype=torch.float32, device=x.device)
     rest = x.new_empty(len(x), len(weight) - num_logits)
-    product = few_rows if len(x) <= FEW_ROWS else many_rows
+    is_few = len(x) <= (1 if x.dtype == torch.bfloat16 else FEW_ROWS)
+    product = few_rows if is_few else many_rows
     product(x, weight, logits, rest, num_logits)
     return logits, rest
+
+
+def one_product(x: Tensor, weight: Tensor, num_logits: int) -> tuple[Tensor, Tensor]:
+    """`router_linear` by the framework's product of bf16 with fp32 results: sums of exact products, as in fp32."""
+    out = torch.mm(x, weight.T, out_dtype=torch.float32)
+    return out[:, :num_logits].contiguous(), out[:, num_logits:].to(x.dtype)
 
 
 def few_rows(
@@ -57,57 +95,56 @@ def few_rows(
     *,
     gain: Tensor | None = None,
     eps: float = 0.0,
+    tiles: Tiles | None = None,
 ) -> None:
     """Write the first `num_first` columns of the product to `first`, the others to `rest`. At most FEW_ROWS rows."""
     from triton import cdiv, next_power_of_2
 
     from baltoro.kernels.linear import kernels
 
-    rows = next_power_of_2(max(1, len(x)))
+    if not len(x):
+        return
+    norm = x if gain is None else gain
+    if len(x) == 1:
+        tiles = tiles or choose_tiles(1)
+        kernels.one_row[(cdiv(len(weight), tiles.n),)](
+            x, weight, norm, first, rest, num_first, *weight.shape, eps,
+            BLOCK_N=tiles.n, BLOCK_K=min(tiles.k, next_power_of_2(weight.shape[1])), UNROLL=tiles.stages,
+            HAS_NORM=gain is not None, num_warps=tiles.warps,
+        )  # fmt: skip
+        return
+    rows = next_power_of_2(len(x))
     block_n = 8 if rows <= 2 else 4
-    if len(x):
-        kernels.few_rows[(cdiv(len(weight), block_n),)](
-            x,
-            weight,
-            x if gain is None else gain,
-            first,
-            rest,
-            len(x),
-            num_first,
-            *weight.shape,
-            x.stride(0),
-            eps,
-            ROWS=rows,
-            BLOCK_N=block_n,
-            BLOCK_K=min(512, next_power_of_2(weight.shape[1])),
-            HAS_NORM=gain is not None,
-            num_warps=4,
-        )
+    kernels.few_rows[(cdiv(len(weight), block_n),)](
+        x, weight, norm, first, rest, len(x), num_first, *weight.shape, x.stride(0), eps,
+        ROWS=rows, BLOCK_N=block_n, BLOCK_K=min(512, next_power_of_2(weight.shape[1])),
+        HAS_NORM=gain is not None, num_warps=4,
+    )  # fmt: skip
 
 
-def many_rows(x: Tensor, weight: Tensor, first: Tensor, rest: Tensor, num_first: int) -> None:
+def many_rows(
+    x: Tensor, weight: Tensor, first: Tensor, rest: Tensor, num_first: int, *, tiles: Tiles | None = None
+) -> None:
     """As `few_rows`, through the matrix unit, for any number of rows."""
-    from triton import cdiv, knobs
+    from triton import cdiv, knobs, next_power_of_2
 
     from baltoro.kernels.linear import kernels
 
-    block_m, block_n = (16 if len(x) <= 16 else 64), 64
-    kernels.many_rows[(cdiv(len(x), block_m), cdiv(len(weight), block_n))](
-        x,
-        weight,
-        first,
-        rest,
-        len(x),
-        num_first,
-        *weight.shape,
-        x.stride(0),
-        BLOCK_M=block_m,
-        BLOCK_N=block_n,
-        BLOCK_K=64,
-        INTERPRET=knobs.runtime.interpret,
-        num_warps=4,
-        num_stages=4,
-    )
+    if not len(x):
+        return
+    tiles = tiles or choose_tiles(max(2, len(x)))
+    if x.dtype.itemsize > 2:  # without a matrix unit, and shared memory holds half as much
+        tiles = replace(tiles, k=32, stages=2, warps=4)
+    sizes = (len(x), num_first, *weight.shape, x.stride(0))
+    cut = {"BLOCK_N": tiles.n, "STAGES": tiles.stages, "INTERPRET": knobs.runtime.interpret, "num_warps": tiles.warps}
+    cut["BLOCK_K"] = min(tiles.k, max(16, next_power_of_2(weight.shape[1])))
+    columns = cdiv(len(weight), tiles.n)
+    if tiles.rows <= THIN_ROWS:
+        kernels.thin[(columns,)](x, weight, first, rest, *sizes, ROWS=tiles.rows, **cut)
+    else:
+        kernels.many_rows[(cdiv(len(x), tiles.rows), columns)](
+            x, weight, first, rest, *sizes, BLOCK_M=tiles.rows, **cut
+        )
 
 
 def _fits(x: Tensor, weight: Tensor) -> bool:

@@ -9,43 +9,81 @@ Source: spec/kernels.md C.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from baltoro.errors import ShapeError
-from baltoro.kernels.device import machine
+from baltoro.kernels.device import has_dependent_launch, machine
 from baltoro.kernels.mla import reference
 
 MAX_WINDOW = 8
-KEYS = 64
-"""Keys of one tile in a 16-bit dtype; half of them in FP32, which shared memory holds."""
-MAX_SPLITS = 256
-MIN_TILES = 2
-"""Tiles that are worth a split of their own: below, the merge costs more than it saves."""
+MAX_SPLITS = 264
+MERGE_VALUES = 8192
+"""Values that a program of the merge loads at a time, 32 a thread; the fewer, the more programs share the read."""
+MIN_KEYS = 128
+"""Keys that are worth a split of their own: below, the merge costs more than it saves."""
 
 
-def row_block(num_rows: int) -> int:
-    """Query rows of one program: what the matrix units take at least, more where many rows share the keys."""
-    return 16 if num_rows <= 16 else 32 if num_rows <= 32 else 64
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """How the split kernel is cut.
+
+    rows      query rows of a program, the columns of both products
+    keys      of a tile; 64 is what a warp group takes from shared memory, 32 goes through registers in one of the two
+    stages    tiles that are being fetched or multiplied at a time
+    ahead     the shared part of a tile is fetched through registers, so that three tiles of 64 keys fit
+    flip      the first product has the query rows on the left
+    per_unit  programs that share a processor, by shared memory and registers
+    """
+
+    rows: int
+    keys: int
+    stages: int
+    warps: int
+    ahead: bool = False
+    flip: bool = False
+    per_unit: int = 1
 
 
-def num_splits(num_requests: int, num_rows: int, max_keys: int, num_units: int) -> int:
+def choose_tiles(num_rows: int, itemsize: int, page: int, *, is_large: bool) -> Tiles:
+    """By shape alone. Measured on an H200 by scripts/gpu/lab_mla.py; bytes of shared memory at K3's widths beside.
+
+    `is_large`: a program may have 227 kB of shared memory.
+    """
+    if itemsize > 2:  # FP32 has no matrix unit here; this is for tests and small models
+        return Tiles(16, 32, 1, 8)  # 111 kB
+    if not is_large or page % 64:  # a tile over several pages needs a page number a key, and registers for them
+        return Tiles(16, 32, 3, 4, per_unit=2)  # 93 kB, 158 registers: two programs a processor
+    if num_rows <= 32:
+        return Tiles(16, 64, 3, 4, ahead=True)  # 223 kB; one warp group, so that no product is made twice
+    return Tiles(64, 32, 4, 8, flip=True)  # 226 kB
+
+
+def num_splits(num_requests: int, num_rows: int, max_keys: int, num_units: int, tiles: Tiles) -> int:
     """Splits that fill `num_units` processors once, if the keys are enough: a function of shapes alone."""
-    programs = max(1, num_requests * -(-num_rows // row_block(num_rows)))
-    wanted = max(1, num_units // programs)
-    worth = max(1, -(-max_keys // KEYS) // MIN_TILES)
-    return min(wanted, worth, MAX_SPLITS)
+    programs = max(1, num_requests * -(-num_rows // tiles.rows))
+    wanted = max(1, num_units * tiles.per_unit // programs)
+    return min(wanted, max(1, max_keys // MIN_KEYS), MAX_SPLITS)
 
 
 def attend_absorbed(
-    q: Tensor, kv: Tensor, page_table: Tensor, lengths: Tensor, *, latent: int, scale: float, splits: int | None = None
+    q: Tensor,
+    kv: Tensor,
+    page_table: Tensor,
+    lengths: Tensor,
+    *,
+    latent: int,
+    scale: float,
+    splits: int | None = None,
+    tiles: Tiles | None = None,
 ) -> tuple[Tensor, Tensor]:
     """q [N, H, R+Dr] or a window [N, W, H, R+Dr]; kv [P, page, R+Dr]; page_table [N, Pmax]; lengths int64 [N].
 
     `lengths` counts the keys that the last token of the window sees; the one before it sees one less, and so on.
-    Returns out [N, (W,) H, R] and log-sum-exp [N, (W,) H] in FP32 (FP64: the reference's). `splits` overrides the
-    planner's number. Rows past the length are never read. Errors: ShapeError for a window over MAX_WINDOW.
+    Returns out [N, (W,) H, R] and log-sum-exp [N, (W,) H] in FP32 (FP64: the reference's). `splits` and `tiles`
+    override the planner's. Rows past the length are never read. Errors: ShapeError for a window over MAX_WINDOW.
     """
     window = q.shape[1] if q.dim() == 4 else 1
     if window > MAX_WINDOW:
@@ -53,11 +91,14 @@ def attend_absorbed(
     if q.dtype == torch.float64:
         return attend_window(q, kv, page_table, lengths, latent=latent, scale=scale)
     heads, rows = q.shape[-2], window * q.shape[-2]
+    facts = machine(q.device.type, q.device.index or 0)
+    if tiles is None:
+        is_large = facts.capability is not None and facts.capability[0] in (9, 10)
+        tiles = choose_tiles(rows, q.dtype.itemsize, kv.shape[1], is_large=is_large)
     if splits is None:
-        units = machine(q.device.type, q.device.index or 0).num_units
-        splits = num_splits(q.shape[0], rows, page_table.shape[1] * kv.shape[1], units)
+        splits = num_splits(q.shape[0], rows, page_table.shape[1] * kv.shape[1], facts.num_units, tiles)
     flat = q.reshape(q.shape[0], rows, q.shape[-1]).contiguous()
-    out, lse = _launch(flat, kv, page_table, lengths, (heads, window, splits, latent), scale)
+    out, lse = _launch(flat, kv, page_table, lengths, (heads, window, splits, latent), scale, tiles)
     return out.view(*q.shape[:-1], latent), lse.view(q.shape[:-1])
 
 
@@ -76,34 +117,53 @@ def attend_window(
 
 
 def _launch(
-    q: Tensor, kv: Tensor, table: Tensor, lengths: Tensor, sizes: tuple[int, int, int, int], scale: float
+    q: Tensor,
+    kv: Tensor,
+    table: Tensor,
+    lengths: Tensor,
+    sizes: tuple[int, int, int, int],
+    scale: float,
+    tiles: Tiles,
 ) -> tuple[Tensor, Tensor]:
     """q [N, rows, R+Dr] -> out [N, rows, R], lse [N, rows]."""
     import triton  # absent on machines without a GPU; the row needs it
 
-    from baltoro.kernels.mla.triton_decode import merge_kernel, split_kernel
+    from baltoro.kernels.mla.triton_decode import split_kernel
 
     heads, window, splits, latent = sizes
-    (num, rows, width), block_r = q.shape, triton.next_power_of_2(latent)
-    shared = width - latent
+    (num, rows), shared = q.shape[:2], q.shape[2] - latent
+    is_alone = splits == 1  # then an empty request has to write its zeros: nobody merges
     parts = torch.empty(num, splits, rows, latent, dtype=torch.float32, device=q.device)
     sums = torch.empty(num, splits, rows, dtype=torch.float32, device=q.device)
     if not num:
         return parts.view(num, rows, latent), sums.view(num, rows)
-    block = row_block(rows)
-    split_kernel[(num, splits, -(-rows // block))](
+    is_dependent = has_dependent_launch(q)
+    split_kernel[(num, splits, -(-rows // tiles.rows))](
         q, kv, table, lengths, parts, sums, scale / math.log(2.0),
-        q.stride(0), q.stride(1), kv.stride(0), kv.stride(1), table.stride(0),
-        heads, rows, window, kv.shape[1],
-        R=latent, D=shared, BLOCK_R=max(16, block_r), BLOCK_D=max(16, triton.next_power_of_2(shared)),
-        ROWS=block, KEYS=KEYS if q.dtype.itemsize == 2 else KEYS // 2, SPLITS=splits, INTERP=q.device.type == "cpu",
-        num_warps=4 if block == 16 else 8, num_stages=2 if block < 64 and q.dtype.itemsize == 2 else 1,
+        q.stride(0), q.stride(1), kv.stride(0), table.stride(0), heads, rows, window, splits,
+        KV_ROW=kv.stride(1), R=latent, D=shared,
+        BLOCK_R=max(16, triton.next_power_of_2(latent)), BLOCK_D=max(16, triton.next_power_of_2(shared)),
+        ROWS=tiles.rows, KEYS=tiles.keys, PAGE=kv.shape[1], STAGES=tiles.stages, AHEAD=tiles.ahead, FLIP=tiles.flip,
+        WRITES_EMPTY=is_alone, PDL=is_dependent, INTERP=q.device.type == "cpu", num_warps=tiles.warps,
     )  # fmt: skip
-    if splits == 1:
+    if is_alone:
         return parts.view(num, rows, latent), sums.view(num, rows)
+    return _merge(parts, sums, is_dependent)
+
+
+def _merge(parts: Tensor, sums: Tensor, is_dependent: bool) -> tuple[Tensor, Tensor]:
+    """parts [N, splits, rows, R], sums [N, splits, rows] -> [N, rows, R], [N, rows]."""
+    import triton
+
+    from baltoro.kernels.mla.triton_decode import merge_kernel
+
+    num, splits, rows, latent = parts.shape
     out, lse = torch.empty_like(parts[:, 0]), torch.empty_like(sums[:, 0])
-    merge_kernel[(num, rows)](
-        parts, sums, out, lse, rows,
-        R=latent, BLOCK_R=block_r, SPLITS=splits, BLOCK_S=triton.next_power_of_2(splits),
+    block_s = triton.next_power_of_2(splits)
+    block_r = min(triton.next_power_of_2(latent), max(16, MERGE_VALUES // block_s))
+    launch = {"launch_pdl": True} if is_dependent else {}
+    merge_kernel[(num, rows, -(-latent // block_r))](
+        parts, sums, out, lse, rows, splits,
+        R=latent, BLOCK_R=block_r, BLOCK_S=block_s, PDL=is_dependent, num_warps=8, **launch,
     )  # fmt: skip
     return out, lse

@@ -13,6 +13,10 @@ from torch import Tensor
 
 from baltoro.kernels.moe import reference
 
+# Experts of one group: 4 a lane of a warp, what one load of 16 bytes brings.
+WIDTH = 128
+MAX_WARPS = 16
+
 
 def route(
     logits: Tensor,
@@ -46,13 +50,15 @@ def select(
     logits: Tensor, bias: Tensor, counts: Tensor | None, *, top_k: int, activation: str, **options: Any
 ) -> tuple[Tensor, Tensor]:
     """As `route`, in fp32; adds the number of picks of each expert to `counts`, int32 [E], where given."""
-    from triton import next_power_of_2
+    from triton import cdiv, next_power_of_2
 
     from baltoro.kernels.moe import route_kernels
 
     num_tokens, num_experts = logits.shape
     ids = torch.empty(num_tokens, top_k, dtype=torch.int64, device=logits.device)
     weights = torch.empty(num_tokens, top_k, dtype=torch.float32, device=logits.device)
+    width = max(WIDTH, next_power_of_2(top_k))
+    groups = next_power_of_2(cdiv(num_experts, width))
     if num_tokens:
         route_kernels.select[(num_tokens,)](
             logits.contiguous(),
@@ -64,10 +70,11 @@ def select(
             float(options["scaling"]),
             TOP=top_k,
             TOP_BLOCK=next_power_of_2(top_k),
-            BLOCK=next_power_of_2(num_experts),
+            GROUPS=groups,
+            WIDTH=width,
             IS_SIGMOID=activation == "sigmoid",
             IS_RENORMALISED=bool(options["is_renormalised"]) and top_k > 1,
             HAS_COUNTS=counts is not None,
-            num_warps=4,
+            num_warps=min(groups, MAX_WARPS),
         )
     return ids, weights

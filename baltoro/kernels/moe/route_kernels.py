@@ -1,7 +1,8 @@
 """Kernel body of `fast_route`: needs triton; imported on first use.
 
-One program a token. The A-th largest key is found bit by bit: 32 counts over the whole row, no sort. Keys are floats
-made into unsigned integers of the same order, so NaN is the largest, as in torch.sort.
+One program a token. The row is cut into groups of WIDTH experts, a warp each, which find their own best A by A rounds
+of two warp-wide maxima, without a barrier; the candidates of all groups are then ranked against each other at once.
+Keys are floats made into unsigned integers of the same order, so NaN is the largest, as in torch.sort.
 """
 
 import triton
@@ -19,46 +20,44 @@ def select(
     scaling,
     TOP: tl.constexpr,
     TOP_BLOCK: tl.constexpr,
-    BLOCK: tl.constexpr,
+    GROUPS: tl.constexpr,
+    WIDTH: tl.constexpr,
     IS_SIGMOID: tl.constexpr,
     IS_RENORMALISED: tl.constexpr,
     HAS_COUNTS: tl.constexpr,
 ):
     """logits fp32 [T, E], bias fp32 [E] -> ids int64 [T, A], weights fp32 [T, A]; adds to counts int32 [E]."""
     token = tl.program_id(0).to(tl.int64)
-    lane = tl.arange(0, BLOCK)
-    is_real = lane < num_experts
+    lane, group = tl.arange(0, WIDTH), tl.arange(0, GROUPS)
+    expert = group[:, None] * WIDTH + lane[None, :]
+    is_real = expert < num_experts
     row = logits + token * num_experts
-    logit = tl.load(row + lane, mask=is_real, other=float("-inf"))
-    peak = tl.max(logit, 0)
+    logit = tl.load(row + expert, mask=is_real, other=float("-inf"))
+    shift = tl.load(bias + expert, mask=is_real, other=0.0)
     if IS_SIGMOID:
-        total = 1.0
+        peak, total = 0.0, 1.0
         score = 1.0 / (1.0 + tl.exp(-logit))
     else:
-        total = tl.sum(tl.exp(logit - peak), 0)
+        peak = tl.max(tl.max(logit, 1), 0)
+        total = tl.sum(tl.sum(tl.exp(logit - peak), 1), 0)
         score = tl.exp(logit - peak) / total
-    order = ordered(score + tl.load(bias + lane, mask=is_real, other=0.0))
-    order = tl.where(is_real, order, 0)  # below the key of -inf
+    order = tl.where(is_real, ordered(score + shift), 0)  # 0 is below the key of -inf
 
-    floor = tl.zeros([1], tl.uint32)
-    for bit in tl.static_range(32):
-        candidate = floor | (1 << (31 - bit))
-        count = tl.sum((order >= candidate).to(tl.int32), 0)
-        floor = tl.where(count >= TOP, candidate, floor)
-    is_above = order > floor
-    is_level = (order == floor) & is_real
-    missing = TOP - tl.sum(is_above.to(tl.int32), 0)
-    is_chosen = is_above | (is_level & (tl.cumsum(is_level.to(tl.int32), 0) <= missing))
+    # slot j of a group, kept in lane j: its j-th best; among equals the lowest expert
+    best = tl.zeros([GROUPS, WIDTH], tl.uint32)
+    place = tl.zeros([GROUPS, WIDTH], tl.int32)
+    for j in tl.static_range(TOP):
+        top = tl.max(order, 1)
+        at = tl.min(tl.where(order == top[:, None], lane[None, :], WIDTH), 1)
+        best = tl.where(lane[None, :] == j, top[:, None], best)
+        place = tl.where(lane[None, :] == j, at[:, None], place)
+        order = tl.where(lane[None, :] == at[:, None], 0, order)
 
-    # the chosen ones side by side, lowest expert first; then their ranks among each other
-    place = tl.cumsum(is_chosen.to(tl.int32), 0) - 1
-    slot = tl.arange(0, TOP_BLOCK)
-    is_hit = is_chosen[None, :] & (place[None, :] == slot[:, None])
-    chosen = tl.sum(tl.where(is_hit, lane[None, :], 0), 1)
-    key = tl.max(tl.where(is_hit, order[None, :], 0), 1)
-    is_taken = slot < TOP
-    rank = ranks(key, slot, is_taken)
-
+    slot = tl.zeros([GROUPS, TOP_BLOCK], tl.int32) + tl.arange(0, TOP_BLOCK)[None, :]
+    key = tl.reshape(tl.gather(best, slot, 1), [GROUPS * TOP_BLOCK])
+    chosen = tl.reshape(tl.gather(place, slot, 1) + group[:, None] * WIDTH, [GROUPS * TOP_BLOCK])
+    rank = ranks(key, chosen)
+    is_taken = rank < TOP
     picked = tl.load(row + chosen, mask=is_taken, other=0.0)
     if IS_SIGMOID:
         weight = 1.0 / (1.0 + tl.exp(-picked))
@@ -82,7 +81,10 @@ def ordered(key):
 
 
 @triton.jit
-def ranks(key, slot, is_taken):
-    """How many of the taken slots are better than each: a larger key, or an equal one in a lower slot."""
-    is_better = (key[None, :] > key[:, None]) | ((key[None, :] == key[:, None]) & (slot[None, :] < slot[:, None]))
-    return tl.sum((is_better & is_taken[None, :]).to(tl.int32), 1)
+def ranks(key, expert):
+    """How many candidates are better than each: a larger key, or an equal one of a lower expert.
+
+    Slots that no expert filled have key 0 and come last.
+    """
+    is_better = (key[None, :] > key[:, None]) | ((key[None, :] == key[:, None]) & (expert[None, :] < expert[:, None]))
+    return tl.sum(is_better.to(tl.int32), 1)

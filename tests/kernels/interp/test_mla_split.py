@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from baltoro.errors import ShapeError
-from baltoro.kernels.mla.split_decode import attend_absorbed, attend_window, num_splits
+from baltoro.kernels.mla.split_decode import Tiles, attend_absorbed, attend_window, choose_tiles, num_splits
 from tests.kernels.tolerances import TOLERANCES
 
 LATENT, SHARED, PAGE, PAGES = 40, 8, 16, 70
@@ -86,8 +86,24 @@ def test_offsets_are_64_bits_wide(tmp_path: Path) -> None:
     check(got, exact, "bfloat16")
 
 
+@pytest.mark.parametrize("page", [16, 64, 128])
+@pytest.mark.parametrize(
+    "tiles", [Tiles(16, 64, 3, 8, ahead=True), Tiles(64, 32, 1, 8, flip=True), Tiles(16, 32, 3, 4)]
+)
+def test_any_page_size_and_tile(tiles: Tiles, page: int) -> None:
+    arena = torch.randn(2048 // page + 1, page, LATENT + SHARED)
+    table = torch.randperm(len(arena))[: 6 * 128 // page].view(2, -1)
+    q, lengths = torch.randn(2, 5, LATENT + SHARED), torch.tensor([3 * 128, 200])
+    got = attend_absorbed(q, arena, table, lengths, latent=LATENT, scale=0.3, splits=3, tiles=tiles)
+    exact = attend_window(q.double(), arena.double(), table, lengths, latent=LATENT, scale=0.3)
+    check(got, exact, "float32")
+
+
 def test_the_planner_knows_shapes_only_and_fills_the_card() -> None:
-    assert num_splits(1, 12, 131072, 132) == 132
-    assert num_splits(64, 12, 131072, 132) == 2 and num_splits(400, 12, 131072, 132) == 1
-    assert num_splits(1, 96 * 8, 131072, 132) == 11
-    assert num_splits(1, 12, 100, 132) == 1 and num_splits(0, 12, 0, 0) == 1
+    one, two = Tiles(16, 64, 3, 8), Tiles(16, 32, 3, 8, per_unit=2)
+    assert num_splits(1, 12, 131072, 132, one) == 132 and num_splits(1, 12, 131072, 132, two) == 264
+    assert num_splits(64, 12, 131072, 132, one) == 2 and num_splits(400, 12, 131072, 132, two) == 1
+    assert num_splits(1, 96 * 8, 131072, 132, Tiles(64, 32, 3, 8)) == 11
+    assert num_splits(1, 12, 100, 132, one) == 1 and num_splits(0, 12, 0, 0, one) == 1
+    assert choose_tiles(12, 2, 64, is_large=True).ahead and not choose_tiles(12, 2, 48, is_large=True).ahead
+    assert choose_tiles(768, 2, 64, is_large=True).rows == 64 and choose_tiles(768, 4, 64, is_large=True).stages == 1

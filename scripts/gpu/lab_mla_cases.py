@@ -1,0 +1,269 @@
+"""What `lab_mla.py` tries: problems at K3's widths (tiny ones in a dry run), and settings, most promising first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from baltoro.kernels.attnres import fast as attnres
+from baltoro.kernels.attnres import fused
+from baltoro.kernels.linear import fast as linear
+from baltoro.kernels.linear import reference as plain_linear
+from baltoro.kernels.mla import split_decode
+from baltoro.kernels.mla.split_decode import Tiles
+from baltoro.kernels.moe import fast_route
+from baltoro.kernels.moe.reference import route
+
+EPS = 1e-5
+PICKS: dict[str, Any] = {"top_k": 16, "activation": "sigmoid", "is_renormalised": True, "scaling": 1.0}
+
+
+@dataclass(slots=True)
+class Problem:
+    """launch(setting, turn) -> results; error(results of turn 0); turns: sets of inputs that are timed in a row."""
+
+    launch: Callable[[Any, int], Any]
+    error: Callable[[Any], float]
+    num_bytes: float
+    flops: float = 0.0
+    turns: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    name: str
+    build: Callable[[bool], Problem]
+    settings: Sequence[Any]
+    bound: float
+    is_warmed: bool = True  # False where other cases compile the same kernels
+
+
+def gap(got: Tensor, exact: Tensor) -> float:
+    return float((got.double() - exact).norm() / exact.norm())
+
+
+def device_of(is_dry: bool) -> str:
+    return "cpu" if is_dry else "cuda"
+
+
+def attention(requests: int, keys: int, heads: int, window: int, is_dry: bool) -> Problem:
+    """As baltoro/bench/kernels/mla.py: pages in random order, NaN behind each length."""
+    device, page = device_of(is_dry), 64
+    latent, shared = (64, 16) if is_dry else (512, 64)
+    requests, keys = (min(requests, 2), 512) if is_dry else (requests, keys)
+    pages = -(-keys // page)
+    shape = (requests * pages + 1, page, 3, latent + shared)
+    arena = torch.randn(shape, device=device, dtype=torch.bfloat16)
+    table = (torch.randperm(requests * pages, device=device) + 1).view(requests, pages)
+    lengths = torch.full((requests,), keys - page // 2, device=device)
+    arena[table[:, -1], page // 2 :] = float("nan")
+    shape = (requests, heads) if window == 1 else (requests, window, heads)
+    q, kv = torch.randn(*shape, latent + shared, device=device).bfloat16(), arena[:, :, 1]
+    options: dict[str, Any] = {"latent": latent, "scale": 192**-0.5}
+    last = slice(requests - 1, requests)
+    own = torch.arange(pages, device=device).unsqueeze(0)
+
+    @cache
+    def exact() -> tuple[Tensor, Tensor]:
+        rows = kv[table[-1]].double()
+        return split_decode.attend_window(q[last].double(), rows, own, lengths[last], **options)
+
+    def launch(setting: tuple[Tiles, int | None, bool], turn: int) -> tuple[Tensor, Tensor]:
+        tiles, splits, is_dependent = setting
+        if is_dependent:
+            return split_decode.attend_absorbed(q, kv, table, lengths, tiles=tiles, splits=splits, **options)
+        with mock.patch.object(split_decode, "has_dependent_launch", lambda _: False):
+            return split_decode.attend_absorbed(q, kv, table, lengths, tiles=tiles, splits=splits, **options)
+
+    def error(results: tuple[Tensor, Tensor]) -> float:
+        return max(gap(got[last], true) for got, true in zip(results, exact(), strict=True))
+
+    flops = 2.0 * requests * keys * heads * window * (2 * latent + shared)
+    return Problem(launch, error, requests * keys * (latent + shared) * 2, flops)
+
+
+def router(tokens: int, is_dry: bool) -> Problem:
+    """Router + latent down; the weights of several layers in turn."""
+    device, turns = device_of(is_dry), 1 if is_dry else 4
+    logits, rest, width = (24, 40, 160) if is_dry else (896, 3584, 7168)
+    weights = [torch.randn(logits + rest, width, device=device).mul_(0.02).bfloat16() for _ in range(turns)]
+    x = torch.randn(tokens, width, device=device).bfloat16()
+    exact = cache(lambda: plain_linear.router_linear(x.double(), weights[0].double(), logits))
+
+    def launch(setting: Any, turn: int) -> tuple[Tensor, Tensor]:
+        weight = weights[turn]
+        if setting == "one product":
+            return linear.one_product(x, weight, logits)
+        if setting == "torch.mm, bf16":
+            return torch.mm(x, weight.T).split([logits, rest], 1)
+        first = torch.empty(tokens, logits, dtype=torch.float32, device=device)
+        other = x.new_empty(tokens, rest)
+        product = linear.few_rows if setting.rows == 1 else linear.many_rows
+        product(x, weight, first, other, logits, tiles=setting)
+        return first, other
+
+    def error(results: tuple[Tensor, Tensor]) -> float:
+        if results[0].dtype == torch.float32 and gap(results[0], exact()[0]) > 1e-5:
+            return float("nan")
+        return gap(results[1], exact()[1])
+
+    return Problem(launch, error, 2 * weights[0].numel(), 2 * tokens * weights[0].numel(), turns)
+
+
+def select(tokens: int, is_dry: bool) -> Problem:
+    logits, bias = (torch.randn(*shape, device=device_of(is_dry)) for shape in ((tokens, 896), (896,)))
+    ids, exact = route(logits.double(), bias.double() * 0.1, **PICKS)
+
+    def launch(setting: tuple[int, int], turn: int) -> tuple[Tensor, Tensor]:
+        with mock.patch.multiple(fast_route, WIDTH=setting[0], MAX_WARPS=setting[1]):
+            return fast_route.route(logits, small, **PICKS)
+
+    small = bias * 0.1
+
+    def error(results: tuple[Tensor, Tensor]) -> float:
+        return gap(results[1], exact) if torch.equal(results[0], ids) else float("nan")
+
+    return Problem(launch, error, tokens * (896 * 4 + 16 * 12))
+
+
+def depth_mix(tokens: int, is_dry: bool) -> Problem:
+    """Pending add, mix of 9 sources, norm. A setting is the module's constants."""
+    device, width, tokens = device_of(is_dry), 300 if is_dry else 7168, min(tokens, 3) if is_dry else tokens
+    bank = torch.randn(8, tokens, width, device=device).bfloat16()
+    prefix, update = (torch.randn(tokens, width, device=device).bfloat16() for _ in range(2))
+    query, gain = torch.randn(width, device=device) * 0.02, (torch.rand(width, device=device) + 0.5).bfloat16()
+    some = slice(0, 64)
+    wide = [one.double() for one in (bank[:, some], prefix[some], update[some], query, gain)]
+    exact = fused.read(*wide, EPS, EPS)[1]
+
+    def launch(setting: dict[str, Any], turn: int) -> tuple[Tensor, Tensor]:
+        constants = dict(setting)
+        if "dependent" in constants:
+            constants["has_dependent_launch"] = partial(_constant, constants.pop("dependent"))
+        with mock.patch.multiple(attnres, **constants):
+            return attnres.read(bank, prefix, update, query, gain, EPS, EPS)
+
+    def error(results: tuple[Tensor, Tensor]) -> float:
+        is_sum = is_dry or torch.equal(results[0], prefix + update)  # the interpreter truncates
+        return gap(results[1][some], exact) if is_sum else float("nan")
+
+    return Problem(launch, error, 12 * width * 2 * tokens)
+
+
+def bank_pass(tokens: int, is_dry: bool) -> Problem:
+    device, width, tokens = device_of(is_dry), 300 if is_dry else 7168, 3 if is_dry else tokens
+    bank = torch.randn(8, tokens, width, device=device).bfloat16()
+    queries = torch.randn(24, width, device=device) * 0.02
+    exact = cache(lambda: fused.scan_bank(bank[:, :64].double(), queries.double(), EPS))
+
+    def launch(setting: dict[str, Any], turn: int) -> tuple[Tensor, Tensor]:
+        with mock.patch.multiple(attnres, **setting):
+            return attnres.scan_bank(bank, queries, EPS)
+
+    def error(results: tuple[Tensor, Tensor]) -> float:
+        is_close = float((results[1][:, :64].double() - exact()[1]).abs().max()) < 1e-4
+        return gap(results[0][:, :64], exact()[0]) if is_close else float("nan")
+
+    return Problem(launch, error, (8 + 24) * width * 2 * tokens)
+
+
+def _constant(value: Any, _: Any) -> Any:
+    return value
+
+
+NARROW = [
+    (Tiles(16, 64, 3, 4, ahead=True), None, True),
+    (Tiles(16, 32, 3, 4, per_unit=2), None, True),
+    (Tiles(16, 64, 3, 8, ahead=True), None, True),
+    (Tiles(16, 32, 3, 8, per_unit=2), None, True),
+    (Tiles(16, 64, 3, 4, ahead=True), None, False),
+    (Tiles(16, 32, 5, 4), None, True),
+    (Tiles(16, 64, 2, 4), None, True),
+    (Tiles(16, 64, 1, 8), None, True),
+]
+WIDE = [
+    (Tiles(64, 32, 4, 8, flip=True), None, True),
+    (Tiles(16, 64, 3, 4, ahead=True), None, True),
+    (Tiles(64, 64, 2, 8, flip=True), None, True),
+    (Tiles(32, 64, 2, 4), None, True),
+    (Tiles(32, 32, 3, 4, per_unit=2), None, True),
+    (Tiles(64, 32, 4, 8), None, True),
+    (Tiles(16, 32, 3, 4, per_unit=2), None, True),
+]
+ONE = [
+    linear.Tiles(1, 2, 1024, 7, 4),
+    linear.Tiles(1, 1, 1024, 7, 4),
+    linear.Tiles(1, 4, 1024, 7, 4),
+    linear.Tiles(1, 4, 1024, 2, 4),
+    linear.Tiles(1, 2, 1024, 7, 2),
+    linear.Tiles(1, 2, 2048, 4, 8),
+    linear.Tiles(1, 8, 512, 2, 4),
+    linear.Tiles(1, 4, 512, 4, 2),
+    linear.Tiles(8, 16, 256, 5, 2),
+    "torch.mm, bf16",
+]
+THIN = [
+    linear.Tiles(8, 16, 256, 5, 2),
+    linear.Tiles(8, 16, 512, 3, 2),
+    linear.Tiles(8, 16, 512, 4, 4),
+    linear.Tiles(8, 16, 256, 5, 1),
+    linear.Tiles(8, 32, 256, 4, 4),
+    linear.Tiles(16, 64, 128, 5, 4),
+    linear.Tiles(16, 64, 256, 4, 4),
+    linear.Tiles(16, 16, 256, 4, 2),
+    linear.Tiles(16, 32, 256, 4, 2),
+    "torch.mm, bf16",
+]
+MANY = [
+    linear.Tiles(64, 64, 64, 5, 4),
+    linear.Tiles(128, 64, 64, 4, 4),
+    linear.Tiles(64, 128, 64, 4, 4),
+    linear.Tiles(128, 128, 64, 4, 8),
+    linear.Tiles(128, 64, 128, 3, 4),
+    linear.Tiles(64, 64, 128, 3, 4),
+    linear.Tiles(256, 64, 64, 3, 8),
+    "one product",
+    "torch.mm, bf16",
+]
+SHARED = [{"SHARE_BLOCK": 256}, {"SHARE_BLOCK": 512}, {"SHARE_BLOCK": 1024, "SHARE_WARPS": 8}]
+SHARED += [{"SHARE_BLOCK": 256, "SHARE_WARPS": 2}, {"SHARE_BLOCK": 128}, {"SHARE_BLOCK": 256, "dependent": False}]
+WHOLE = [
+    {"FEW_TOKENS": 0, "CHUNK": chunk, "READ_WARPS": warps}
+    for chunk, warps in ((256, 8), (512, 16), (256, 4), (1024, 16), (256, 16))
+]
+SELECT = [(128, 16), (128, 4), (256, 16), (64, 16)]
+SCAN = [{"SCAN": attnres.Scan(**kinds)} for kinds in (
+    {}, {"sum_block": 256}, {"sum_block": 128}, {"sum_block": 512, "sum_warps": 8}, {"score_block": 64},
+    {"score_block": 64, "score_stages": 5}, {"tokens": 16, "score_warps": 8}, {"sum_warps": 2, "sum_block": 128},
+)]  # fmt: skip
+CASES = [
+    Case("mla 12 heads, 1 x 131072", partial(attention, 1, 131072, 12, 1), NARROW, 6e-3),
+    Case("router 1 token", partial(router, 1), ONE, 5e-3),
+    Case("router 4 tokens", partial(router, 4), THIN, 5e-3),
+    Case("router 8 tokens", partial(router, 8), THIN, 5e-3, False),
+    Case(
+        "router 16 tokens",
+        partial(router, 16),
+        [t for t in THIN if t == THIN[-1] or t.rows > 8] + MANY[:1],
+        5e-3,
+        False,
+    ),
+    Case("top-16, 1 token", partial(select, 1), SELECT, 1e-5),
+    Case("top-16, 256 tokens", partial(select, 256), SELECT, 1e-5, False),
+    Case("depth mix, 1 token", partial(depth_mix, 1), SHARED + WHOLE[3:4], 1e-2),
+    Case("depth mix, 32 tokens", partial(depth_mix, 32), [*SHARED[:4], WHOLE[0], WHOLE[3]], 1e-2, False),
+    Case("mla 12 heads, 32 x 8192", partial(attention, 32, 8192, 12, 1), NARROW[:4], 6e-3, False),
+    Case("mla 96 heads, 1 x 131072", partial(attention, 1, 131072, 96, 1), WIDE, 6e-3),
+    Case("mla 12 heads, 32 x 8192, window 8", partial(attention, 32, 8192, 12, 8), WIDE, 6e-3, False),
+    Case("router 256 tokens", partial(router, 256), MANY, 5e-3),
+    Case("router 64 tokens", partial(router, 64), MANY, 5e-3, False),
+    Case("depth mix, 8192 tokens", partial(depth_mix, 8192), [*WHOLE, {"FEW_TOKENS": 8192}], 1e-2),
+    Case("bank pass, 8192 tokens", partial(bank_pass, 8192), SCAN, 1e-2),
+    Case("mla 12 heads, 1 x 1048576", partial(attention, 1, 1048576, 12, 1), NARROW[:4], 6e-3, False),
+]
