@@ -60,8 +60,8 @@ PREPARE = Launch(64, 4, 1, 168)
 SCAN_WHOLE, SCAN_HALF = Launch(128, 8, 2), Launch(64, 4, 3)
 FRAGMENT = Launch(128, 8, 3)
 # FP32 operands are twice as wide, and products are three: small blocks, so that every size fits into shared memory.
-# Two warps get `mma.sync`: no left factor that was computed is given to `wgmma` in registers.
-EXACT = Config(Launch(32, 2, 1), Launch(16, 2, 1), Launch(16, 2, 1))
+
+EXACT = Config(Launch(32, 4, 1), Launch(16, 4, 1), Launch(16, 4, 1))
 # of the processors, filled by programs that own whole states
 FILLED = 0.6
 
@@ -114,4 +114,6 @@ def sum_matrices(chunk: int, group: int, kind: str, device: torch.device) -> Ten
 def _fit(launch: Launch, size: int) -> Launch:
     """With a block of at most `size`; one warp group at most for a small one."""
     block = min(launch.block, size)
-    return Launch(block, launch.warps if block == launch.block else min(launch.warps, 4), launch.stages, launch.registers)
+    return Launch(
+        block, launch.warps if block == launch.block else min(launch.warps, 4), launch.stages, launch.registers
+    )

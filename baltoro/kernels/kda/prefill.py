@@ -62,6 +62,8 @@ def chunked(
 
 # lengths, starts, borders of the spans; here a length may be 0
 Layout = tuple[tuple[int, ...], tuple[int, ...], Borders]
+# w, u, k R, q P, A_qk, P_C of all chunks: [chunks, heads, C, *], [chunks, heads, K]
+Made = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 def run(
@@ -84,26 +86,42 @@ def run(
     programs, units = len(layout[0]) * group, machine(v.device.type, v.device.index or 0).num_units
     config = choose(v.dtype, keys=keys, values=values, programs=programs, num_units=units)
     if segment_chunks is None:
-        segment_chunks = _segments(layout, chunk, group * max(1, values // config.scan.block), units)
-    plan, tables = _tables(layout, chunk, segment_chunks, v.device)
-    q, k, v, g = (_rows(t) for t in (q, k, v, g))
-    state = state.to(torch.float32).contiguous()
-    out, after = v.new_empty(v.shape), state.new_empty(len(plan.spans) + plan.num_borders, heads, values, keys)
-    shape = {"K": keys, "V": values, "C": chunk}
-    kinds = products(v.dtype)
-    matrices = sum_matrices(chunk, BOUNDED_GROUP if is_bounded else 1, kinds.sums, v.device)
-    call = _Call(plan, tables, matrices, out, after, state, shape, config, kinds)
+        segment_chunks = _segments(layout, chunk, group * (values // config.scan.block), units)
+    call = plan_call(v, state, layout, config, chunk=chunk, is_bounded=is_bounded, segment_chunks=segment_chunks)
+    inputs = (*(_rows(t) for t in (q, k, v, g)), beta)
     for first in range(0, heads, group):
-        call.run_heads((q, k, v, g, beta), first, min(group, heads - first), scale, is_bounded)
+        call.run(inputs, first, min(group, heads - first), scale)
+    plan, after = call.plan, call.after
     if plan.num_borders < len(plan.borders):
         rows = [*range(len(plan.spans)), *(len(plan.spans) + border for border in plan.borders)]
         after = torch.stack([after[row] for row in rows])
-    return out, after
+    return call.out, after
+
+
+def plan_call(
+    v: Tensor,
+    state: Tensor,
+    layout: Layout,
+    config: Config,
+    *,
+    chunk: int,
+    is_bounded: bool,
+    segment_chunks: int | None,
+) -> Call:
+    """What the launches share. v [T, H, V], state [N, H, V, K]."""
+    plan, tables = _tables(layout, chunk, segment_chunks, v.device)
+    state, kinds = state.to(torch.float32).contiguous(), products(v.dtype)
+    out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
+    after = state.new_empty(len(plan.spans) + plan.num_borders, *state.shape[1:])
+    shape = {"K": state.shape[-1], "V": state.shape[-2], "C": chunk}
+    smallest = BOUNDED_GROUP if is_bounded else 1
+    matrices = sum_matrices(chunk, smallest, kinds.sums, v.device)
+    return Call(plan, tables, matrices, out, after, state, shape, smallest, config, kinds)
 
 
 @dataclass(frozen=True, slots=True)
-class _Call:
-    """What is the same for all groups of heads."""
+class Call:
+    """What is the same for all groups of heads. smallest: tokens whose pairs have one reference."""
 
     plan: ChunkPlan
     tables: dict[str, Tensor]
@@ -112,36 +130,33 @@ class _Call:
     after: Tensor
     state: Tensor
     shape: dict[str, Any]
+    smallest: int
     config: Config
     kinds: Products
 
-    def run_heads(self, inputs: tuple[Tensor, ...], first: int, heads: int, scale: float, is_bounded: bool) -> None:
+    def run(self, inputs: tuple[Tensor, ...], first: int, heads: int, scale: float) -> None:
         """Heads first .. first + heads - 1 into `out` and `after`."""
-        from baltoro.kernels.kda.triton_chunk import scan_kernel
+        made = self.prepare(inputs, first, heads, scale)
+        self.scan(made, self.enter(made, first, heads) if self.plan.fragments else self.state, first, heads)
+
+    def prepare(self, inputs: tuple[Tensor, ...], first: int, heads: int, scale: float) -> Made:
+        """All chunks on their own; inputs q, k, v, g, beta of all heads."""
         from baltoro.kernels.kda.triton_prepare import prepare_kernel
 
-        plan, tables, shape, config, kinds = self.plan, self.tables, self.shape, self.config, self.kinds
-        num, size = len(plan.chunks), shape["C"]
-        v = inputs[2]
-        w, k_out, q_in = (v.new_empty(num, heads, size, shape["K"]) for _ in range(3))
-        u, a = v.new_empty(num, heads, size, shape["V"]), v.new_empty(num, heads, size, size)
+        num, shape, kinds, v = len(self.plan.chunks), self.shape, self.kinds, inputs[2]
+        w, k_out, q_in = (v.new_empty(num, heads, shape["C"], shape["K"]) for _ in range(3))
+        u, a = (v.new_empty(num, heads, shape["C"], shape[size]) for size in ("V", "C"))
         gamma = self.state.new_empty(num, heads, shape["K"])
         if num:
             prepare_kernel[(num, heads)](
-                *inputs, self.matrices, tables["chunks"], w, u, k_out, q_in, a, gamma,
-                *(t.stride(0) for t in inputs), first, scale, **shape, BLOCK=config.prepare.block,
-                FIRST=BOUNDED_GROUP if is_bounded else 1, KIND=kinds.pairs, INVERSE_KIND=kinds.inverse,
-                SUMS=kinds.sums, **config.prepare.options(),
+                *inputs, self.matrices, self.tables["chunks"], w, u, k_out, q_in, a, gamma,
+                *(t.stride(0) for t in inputs), first, scale, **shape, BLOCK=self.config.prepare.block,
+                FIRST=self.smallest, KIND=kinds.pairs, INVERSE_KIND=kinds.inverse, SUMS=kinds.sums,
+                **self.config.prepare.options(),
             )  # fmt: skip
-        entering = self._merge((w, u, k_out, gamma), first, heads) if plan.fragments else self.state
-        if plan.segments:
-            scan_kernel[(shape["V"] // config.scan.block, heads, len(plan.segments))](
-                w, u, k_out, q_in, a, gamma, tables["chunks"], tables["segments"], tables["order"], entering,
-                self.out, self.after, len(plan.spans), self.out.shape[1], first,
-                **shape, BV=config.scan.block, IS_CUT=bool(plan.fragments), KIND=kinds.scan, **config.scan.options(),
-            )  # fmt: skip
+        return w, u, k_out, q_in, a, gamma
 
-    def _merge(self, made: tuple[Tensor, Tensor, Tensor, Tensor], first: int, heads: int) -> Tensor:
+    def enter(self, made: Made, first: int, heads: int) -> Tensor:
         """States entering all segments [segments, heads, V, K]."""
         from baltoro.kernels.kda.triton_chunk import fragment_kernel, merge_kernel
 
@@ -149,8 +164,9 @@ class _Call:
         keys, values, num = shape["K"], shape["V"], len(plan.segments)
         fragments = self.state.new_empty(num, heads, values + keys, keys)
         entering = self.state.new_empty(num, heads, values, keys)
+        w, u, k_out, _, _, gamma = made
         fragment_kernel[((values + keys) // config.block, heads, len(plan.fragments))](
-            *made, tables["segments"], tables["fragments"], fragments,
+            w, u, k_out, gamma, tables["segments"], tables["fragments"], fragments,
             **shape, BV=config.block, KIND=self.kinds.fragment, **config.options(),
         )  # fmt: skip
         merge_kernel[(len(plan.spans), heads, values // MERGE_ROWS)](
@@ -158,6 +174,18 @@ class _Call:
             K=keys, V=values, BV=MERGE_ROWS, KIND=self.kinds.merge, num_warps=8,
         )  # fmt: skip
         return entering
+
+    def scan(self, made: Made, entering: Tensor, first: int, heads: int) -> None:
+        """Outputs and states. entering: of segments, or of spans where none is cut."""
+        from baltoro.kernels.kda.triton_chunk import scan_kernel
+
+        plan, tables, shape, config = self.plan, self.tables, self.shape, self.config.scan
+        if plan.segments:
+            scan_kernel[(shape["V"] // config.block, heads, len(plan.segments))](
+                *made, tables["chunks"], tables["segments"], tables["order"], entering,
+                self.out, self.after, len(plan.spans), self.out.shape[1], first,
+                **shape, BV=config.block, IS_CUT=bool(plan.fragments), KIND=self.kinds.scan, **config.options(),
+            )  # fmt: skip
 
 
 def _group(layout: Layout, chunk: int, heads: int, row_bytes: int) -> int:

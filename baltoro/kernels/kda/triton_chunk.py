@@ -1,3 +1,4 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 """Triton kernels of the serial part of the KDA chunk form; the equations are `chunk`'s.
 
     scan_kernel       a program a segment, head and block of V rows: S -> S+ and the outputs, chunk after chunk
@@ -28,7 +29,7 @@ def accumulate(a, b, total, KIND: tl.constexpr):
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_spans", "num_heads", "head_first"])
 def scan_kernel(
     w_ptr, u_ptr, k_out_ptr, q_in_ptr, a_ptr, gamma_ptr, chunks_ptr, segments_ptr, order_ptr, entering_ptr, out_ptr,
     after_ptr, num_spans, num_heads, head_first,
@@ -94,7 +95,7 @@ def fragment_kernel(
     tl.store(fragment_ptr + (segment * heads + h) * ((V + K) * K) + rows * K + key[:, None], state)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_heads", "head_first"])
 def merge_kernel(
     state_ptr, spans_ptr, fragment_ptr, entering_ptr, num_heads, head_first,
     K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, KIND: tl.constexpr,

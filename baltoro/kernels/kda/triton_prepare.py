@@ -109,7 +109,7 @@ def invert_unit_lower(lower, C: tl.constexpr, KIND: tl.constexpr):
     return inverse
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["beta_row", "head_first"])
 def prepare_kernel(
     q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, table_ptr, chunks_ptr, w_ptr, u_ptr, k_out_ptr, q_in_ptr, a_ptr, gamma_ptr,
     q_row, k_row, v_row, g_row, beta_row, head_first, scale,
@@ -123,40 +123,43 @@ def prepare_kernel(
     c, h = tl.program_id(0).to(tl.int64), tl.program_id(1)
     head, place = h + head_first, c * tl.num_programs(1) + h
     first, length = tl.load(chunks_ptr + c * 3).to(tl.int64), tl.load(chunks_ptr + c * 3 + 1)
-    i, block = tl.arange(0, C), tl.arange(0, BLOCK)
-    live = i < length
-    token, is_live = (first + i)[:, None], live[:, None]
-    beta = load_rows(beta_ptr + (first + i) * beta_row + head, live)[:, None]
+    i, block = tl.arange(0, C)[:, None], tl.arange(0, BLOCK)[None, :]
+    is_live = i < length
+    # scalar addresses of 64 bits, offsets from them of 32: half the registers
+    q_ptr, k_ptr = q_ptr + first * q_row + head * K, k_ptr + first * k_row + head * K
+    v_ptr, g_ptr = v_ptr + first * v_row + head * V, g_ptr + first * g_row + head * K
+    w_ptr, k_out_ptr, q_in_ptr = w_ptr + place * (C * K), k_out_ptr + place * (C * K), q_in_ptr + place * (C * K)
+    u_ptr, at = u_ptr + place * (C * V), i * K + block
+    beta = load_rows(beta_ptr + first * beta_row + head + i * beta_row, is_live)
     a_kk, a_qk = tl.zeros([C, C], tl.float32), tl.zeros([C, C], tl.float32)
     entering = tl.zeros([C, BLOCK], w_ptr.dtype.element_ty)
     for part in range(K // BLOCK):
-        keys = head * K + part * BLOCK + block[None, :]
-        q_at, k_at = q_ptr + token * q_row + keys, k_ptr + token * k_row + keys
-        at = place * (C * K) + i[:, None] * K + part * BLOCK + block[None, :]
-        g = load_gates(g_ptr + token * g_row + keys, is_live, SUMS)
-        tl.store(gamma_ptr + place * K + part * BLOCK + block, tl.exp2(tl.sum(g, axis=0)))
+        keys = part * BLOCK + block
+        q_at, k_at = q_ptr + (i * q_row + keys), k_ptr + (i * k_row + keys)
+        g = load_gates(g_ptr + (i * g_row + keys), is_live, SUMS)
+        tl.store(gamma_ptr + place * K + keys, tl.exp2(tl.sum(g, axis=0)[None, :]))
         k = load_rows(k_at, is_live)
-        tl.store(k_out_ptr + at, (k * tl.exp2(sums(table_ptr, 1, g, C, SUMS))).to(k_out_ptr.dtype.element_ty))
+        to_end = tl.exp2(sums(table_ptr, 1, g, C, SUMS))
+        tl.store(k_out_ptr + (at + part * BLOCK), (k * to_end).to(k_out_ptr.dtype.element_ty))
         prefix = tl.exp2(sums(table_ptr, 0, g, C, SUMS))
-        tl.store(q_in_ptr + at, (load_rows(q_at, is_live) * prefix * scale).to(q_in_ptr.dtype.element_ty))
+        q = load_rows(q_at, is_live)
+        tl.store(q_in_ptr + (at + part * BLOCK), (q * prefix * scale).to(q_in_ptr.dtype.element_ty))
         if BLOCK == K:
             entering = (k * beta * prefix).to(w_ptr.dtype.element_ty)
         more_kk, more_qk = pair_products(q_at, k_at, g, table_ptr, is_live, C, FIRST, KIND, SUMS)
         a_kk += more_kk
         a_qk += more_qk
-    square = place * (C * C) + i[:, None] * C + tl.arange(0, C)[None, :]
+    square = place * (C * C) + (i * C + tl.arange(0, C)[None, :])
     tl.store(a_ptr + square, (a_qk * scale).to(a_ptr.dtype.element_ty))
     inverse = invert_unit_lower(a_kk * beta, C, INVERSE_KIND)
     for part in range(K // BLOCK):
         if BLOCK < K:
-            keys = head * K + part * BLOCK + block[None, :]
-            g = load_gates(g_ptr + token * g_row + keys, is_live, SUMS)
+            keys = part * BLOCK + block
+            g = load_gates(g_ptr + (i * g_row + keys), is_live, SUMS)
             prefix = tl.exp2(sums(table_ptr, 0, g, C, SUMS))
-            entering = (load_rows(k_ptr + token * k_row + keys, is_live) * beta * prefix).to(w_ptr.dtype.element_ty)
-        at = place * (C * K) + i[:, None] * K + part * BLOCK + block[None, :]
-        tl.store(w_ptr + at, product(inverse, entering, KIND).to(w_ptr.dtype.element_ty))
+            entering = (load_rows(k_ptr + (i * k_row + keys), is_live) * beta * prefix).to(w_ptr.dtype.element_ty)
+        tl.store(w_ptr + (at + part * BLOCK), product(inverse, entering, KIND).to(w_ptr.dtype.element_ty))
     for part in range(V // BLOCK):
-        values = part * BLOCK + block[None, :]
-        v = load_rows(v_ptr + token * v_row + head * V + values, is_live)
+        v = load_rows(v_ptr + (i * v_row + part * BLOCK + block), is_live)
         u = product(inverse, v * beta, KIND)
-        tl.store(u_ptr + place * (C * V) + i[:, None] * V + values, u.to(u_ptr.dtype.element_ty))
+        tl.store(u_ptr + (i * V + part * BLOCK + block), u.to(u_ptr.dtype.element_ty))

@@ -1,0 +1,341 @@
+"""The KDA chunk form on a GPU: which compiled piece is wrong, then times of every kernel over its configurations.
+
+    python -m scripts.gpu.lab_prefill --seconds 60        --dry: tiny sizes, and the compilations for Hopper alone
+
+Errors are relative in the 2-norm, against float64. Wrong or failing variants are lines, not ends.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from dataclasses import replace
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from baltoro.kernels.kda import launch, prefill
+from baltoro.kernels.kda.launch import Config, Launch
+from baltoro.kernels.kda.reference import l2_norm, recurrent
+from baltoro.kernels.spans import Spans
+
+BEGUN = time.monotonic()
+NAMES = ("w", "u", "k_out", "q_in", "a", "gamma")
+BF16, F32 = torch.bfloat16, torch.float32
+# most promising first: channels, warps, stages, registers
+PREPARES = [
+    Launch(64, 4, 1), Launch(64, 8, 1, 128), Launch(64, 4, 1, 168), Launch(32, 4, 1, 168), Launch(32, 8, 1, 128),
+    Launch(128, 8, 1), Launch(64, 8, 1), Launch(32, 4, 1, 128), Launch(128, 8, 1, 128), Launch(32, 2, 1),
+]  # fmt: skip
+SCANS = [
+    Launch(128, 8, 2), Launch(64, 4, 1), Launch(64, 4, 3), Launch(64, 4, 2), Launch(32, 4, 3), Launch(64, 8, 2),
+    Launch(128, 8, 1), Launch(32, 4, 1), Launch(32, 4, 2),
+]  # fmt: skip
+FRAGMENTS = [
+    Launch(128, 8, 3), Launch(64, 4, 2), Launch(64, 4, 1), Launch(64, 4, 3), Launch(128, 8, 2), Launch(128, 4, 2),
+    Launch(32, 4, 2),
+]  # fmt: skip
+# tokens, spans, heads, segments of each span to try
+SHAPES = [(8192, 1, 96, (1,)), (65536, 1, 12, (11, 10, 8, 16, 22)), (8192, 1, 12, (11, 1, 8, 4)), (8192, 8, 96, (1,))]
+
+
+def say(*words: object) -> None:
+    """With the time since the start."""
+    print(f"[{time.monotonic() - BEGUN:5.1f}]", *words, flush=True)
+
+
+def gap(got: Tensor, exact: Tensor) -> float:
+    """Relative distance."""
+    return float((got.double() - exact.double()).norm() / exact.double().norm())
+
+
+def attempt(name: str, work: Callable[[], object]) -> object:
+    """Its result, or None and a line."""
+    try:
+        return work()
+    except Exception as error:
+        say(f"{name}: FAILED {type(error).__name__}: {str(error).strip().splitlines()[-1:] or ''}"[:220])
+        if not isinstance(error, (RuntimeError, ValueError)):
+            say(traceback.format_exc(limit=-2).replace("\n", " | ")[:400])
+        return None
+
+
+def inputs(num: int, heads: int, keys: int, dtype: torch.dtype, device: str, spread: float = 3.0) -> tuple[Tensor, ...]:
+    """q, k, v, g, beta; gates within their bound."""
+    q, k = (l2_norm(torch.randn(num, heads, keys, device=device)).to(dtype) for _ in range(2))
+    v = torch.randn(num, heads, keys, device=device).to(dtype)
+    g = -5 * torch.sigmoid(torch.randn(num, heads, keys, device=device) - spread)
+    return q, k, v, g, torch.rand(num, heads, device=device)
+
+
+def truth(tensors: tuple[Tensor, ...], rows: list[tuple[int, int]], scale: float, chunk: int) -> dict[str, Tensor]:
+    """What the preparation makes, in float64 from pairs of sums that are subtracted."""
+    found: dict[str, list[Tensor]] = {name: [] for name in NAMES}
+    for first, length in rows:
+        parts = [t[first : first + length].double().reshape(length, t.shape[1], -1).transpose(0, 1) for t in tensors]
+        q, k, v, g, beta = (torch.nn.functional.pad(t, (0, 0, 0, chunk - length)) for t in parts)
+        total = g.cumsum(1)
+        ratio = (total[:, :, None] - total[:, None]).clamp_max(0).exp()
+        lower = torch.einsum("hik,hjk,hijk->hij", k, k, ratio).tril(-1) * beta
+        inverse = torch.linalg.inv(torch.eye(chunk, device=q.device, dtype=torch.float64) + lower)
+        made = (
+            inverse @ (k * beta * total.exp()), inverse @ (v * beta), k * (total[:, -1:] - total).exp(),
+            q * total.exp() * scale, torch.einsum("hik,hjk,hijk->hij", q, k, ratio).tril() * scale, total[:, -1].exp(),
+        )  # fmt: skip
+        for name, tensor in zip(NAMES, made, strict=True):
+            found[name].append(tensor)
+    return {name: torch.stack(tensors) for name, tensors in found.items()}
+
+
+class Case:
+    """Ragged spans with borders, and everything exact about them."""
+
+    def __init__(self, keys: int, dtype: torch.dtype, device: str, chunk: int = 64) -> None:
+        self.chunk, self.scale = chunk, keys**-0.5
+        self.layout = (1, 63, 130, 300, 17), (0, 64, 5, 0, 60), ((3, 128), (2, 59))
+        lengths, starts, borders = self.layout
+        self.tensors = inputs(sum(lengths), 2, keys, dtype, device)
+        self.state = torch.randn(len(lengths), 2, keys, keys, device=device)
+        # on the CPU: five hundred steps of tiny kernels take longer on a card
+        spans, doubles = Spans.build(lengths, starts), [t.double().cpu() for t in self.tensors]
+        self.o, self.after = recurrent(
+            *doubles, spans=spans, state=self.state.double().cpu(), scale=self.scale, borders=borders
+        )
+        plan, _ = prefill._tables(self.layout, chunk, None, torch.device(device))
+        self.made = truth(self.tensors, [c[:2] for c in plan.chunks], self.scale, chunk)
+
+    def check(self, name: str, config: Config, is_bounded: bool, segments: int | None = None) -> bool:
+        """One line. Everything the launches allocate is poisoned before."""
+        q, k, v, g, beta = self.tensors
+        poison = [torch.full((1 << 22,), float("nan"), device=v.device) for _ in range(4)]
+        del poison
+        call = prefill.plan_call(
+            v, self.state, self.layout, fit(config, v, q), chunk=self.chunk, is_bounded=is_bounded,
+            segment_chunks=segments,
+        )  # fmt: skip
+        made = call.prepare((q, k, v, g, beta), 0, 2, self.scale)
+        call.scan(made, call.enter(made, 0, 2) if call.plan.fragments else call.state, 0, 2)
+        o, after = gap(call.out.cpu(), self.o), gap(call.after.cpu(), self.after)
+        gaps = " ".join(f"{n} {gap(t, self.made[n]):.1e}" for n, t in zip(NAMES, made, strict=True))
+        is_good = max(o, after) < (6e-3 if v.dtype == BF16 else 1e-5)
+        say(f"{'ok   ' if is_good else 'WRONG'} {name}: o {o:.1e} states {after:.1e} | {gaps}")
+        return is_good
+
+
+def fit(config: Config, v: Tensor, q: Tensor) -> Config:
+    """To the sizes of a case."""
+    values, keys = v.shape[-1], q.shape[-1]
+    small = min(values, keys)
+    return Config(
+        launch._fit(config.prepare, small), launch._fit(config.scan, values), launch._fit(config.fragment, small)
+    )
+
+
+def default(dtype: torch.dtype, heads: int = 2) -> Config:
+    """As `prefill` chooses."""
+    return launch.choose(dtype, keys=128, values=128, programs=heads, num_units=132)
+
+
+def variants() -> Iterator[tuple[str, Config]]:
+    """Defaults with one part changed, promising ones of all parts first."""
+    for n in range(max(len(PREPARES), len(SCANS), len(FRAGMENTS))):
+        for part, found in (("prepare", PREPARES), ("scan", SCANS), ("fragment", FRAGMENTS)):
+            if n < len(found):
+                yield part, replace(default(BF16), **{part: found[n]})
+
+
+def bench_call(shape: tuple[int, int, int, tuple[int, ...]], config: Config, pieces: int) -> tuple[Any, ...]:
+    """Inputs as the bench draws them, and the call."""
+    tokens, num, heads, _ = shape
+    torch.manual_seed(0)
+    q, k = (l2_norm(torch.randn(tokens, heads, 128, device="cuda", dtype=BF16)) for _ in range(2))
+    v = torch.randn(tokens, heads, 128, device="cuda", dtype=BF16)
+    g = -0.1 * torch.rand(tokens, heads, 128, device="cuda")
+    state = torch.randn(num, heads, 128, 128, device="cuda") * 0.1
+    layout = (tokens // num,) * num, (0,) * num, ()
+    size = None if pieces == 1 else -(-tokens // num // 64 // pieces)
+    call = prefill.plan_call(v, state, layout, config, chunk=64, is_bounded=True, segment_chunks=size)
+    return call, (q, k, v, g, torch.rand(tokens, heads, device="cuda"))
+
+
+def blank(call: prefill.Call, heads: int) -> prefill.Made:
+    """What `call.prepare` would give, zeros."""
+    num, keys, values, size = len(call.plan.chunks), *call.shape.values()
+    made = [torch.zeros(num, heads, size, n, device="cuda", dtype=BF16) for n in (keys, values, keys, keys, size)]
+    return (*made, torch.zeros(num, heads, keys, device="cuda"))  # type: ignore[return-value]
+
+
+def launch_part(part: str, call: prefill.Call, tensors: tuple[Tensor, ...], heads: int) -> Callable[[], object]:
+    """One kernel alone, on zeros where others would have to run before it."""
+    if part == "prepare":
+        return partial(call.prepare, tensors, 0, heads, 0.1)
+    made = blank(call, heads)
+    if part == "fragment":
+        return partial(call.enter, made, 0, heads)
+    entering = torch.zeros(len(call.plan.segments), heads, 128, 128, device="cuda")
+    return partial(call.scan, made, entering, 0, heads)
+
+
+def warm(part: str, config: Config) -> str:
+    """In a process of its own: fill the cache on disk with what the main one will launch. Small, same signatures."""
+    begun = time.monotonic()
+    for pieces in (1, 4):
+        if part == "fragment" and pieces == 1:
+            continue
+        call, tensors = bench_call((2048, 1, 12, ()), config, pieces)
+        launch_part(part, call, tensors, 12)()
+        if part == "prepare":
+            break
+    torch.cuda.synchronize()
+    return f"{time.monotonic() - begun:.0f} s"
+
+
+def warm_check(keys: int, dtype: torch.dtype, is_bounded: bool) -> str:
+    """The same for `Case.check`."""
+    layout = (1, 63, 130, 300, 17), (0, 64, 5, 0, 60), ((3, 128), (2, 59))
+    tensors, state = inputs(511, 2, keys, dtype, "cuda"), torch.zeros(5, 2, keys, keys, device="cuda")
+    for segments in (None, 2):
+        config = fit(default(dtype), tensors[2], tensors[0])
+        options = {"chunk": 64, "is_bounded": is_bounded, "segment_chunks": segments}
+        call = prefill.plan_call(tensors[2], state, layout, config, **options)
+        call.run(tensors, 0, 2, 0.1)
+    torch.cuda.synchronize()
+    return ""
+
+
+def correct(device: str, jobs: dict[Any, Future[str]], until: float) -> None:
+    """Defaults at both sizes and dtypes, bounded or not, cut or not."""
+    for keys, dtype in ((128, BF16), (64, BF16), (128, F32), (64, F32)):
+        case = attempt("case", partial(Case, keys, dtype, device))
+        if not isinstance(case, Case):
+            continue
+        for is_bounded in (True, False):
+            job = jobs.get((keys, dtype, is_bounded))
+            if job is not None:
+                attempt("compile", partial(job.result, max(1.0, until - (time.monotonic() - BEGUN))))
+                if not job.done():
+                    say("not compiled in time", keys, dtype, is_bounded)
+                    continue
+            for segments in (None, 2):
+                name = f"K {keys} {str(dtype)[6:]} bounded {is_bounded} segments {segments}"
+                attempt(name, partial(case.check, name, default(dtype), is_bounded, segments))
+
+
+def sweep(jobs: list[tuple[str, Config, Future[str]]], until: float) -> None:
+    """Every kernel's configurations: right at ragged spans, then timed at the bench's shapes."""
+    from baltoro.bench.kernels.timing import graph_us
+
+    case, rows = Case(128, BF16, "cuda"), []
+    times: dict[tuple[str, int], list[tuple[float, str]]] = {}
+    for part, config, job in jobs:
+        one = getattr(config, part)
+        left = until - (time.monotonic() - BEGUN)
+        if left < 1 or attempt(f"compile {part} {one}", partial(job.result, left)) is None:
+            continue
+        if not attempt(f"{part} {one}", partial(case.check, f"{part} {one}", config, True, 2)):
+            continue
+        for n, shape in enumerate(SHAPES[:2]):
+            pieces = shape[3][0]
+            if part == "fragment" and pieces == 1:
+                continue
+
+            def measure(shape: Any = shape, pieces: int = pieces, part: str = part, config: Config = config) -> float:
+                call, tensors = bench_call(shape, config, pieces)
+                work = launch_part(part, call, tensors, shape[2])
+                return graph_us(work, samples=5, inner=2)
+
+            us = attempt(f"time {part} {one}", measure)
+            if isinstance(us, float):
+                times.setdefault((part, n), []).append((us, str(one)))
+                say(f"  {part} {one} at {shape[:3]}: {us:.0f} us")
+    whole(times, graph_us, until + 6)
+    for (part, n), found in sorted(times.items()):
+        for us, one in sorted(found)[:5]:
+            rows.append(f"{part:9} {SHAPES[n][:3]!s:18} {us:8.0f} us {us / floor(part, SHAPES[n]):5.2f} x floor  {one}")
+    print("\n".join(["", "fragment includes the merge; floor: bytes moved at 4.24 TB/s", *rows]), flush=True)
+
+
+def floor(part: str, shape: tuple[int, int, int, tuple[int, ...]]) -> float:
+    """us: q k v bf16 and g fp32 in, workspace out; workspace in, outputs out; w u k R in."""
+    each = {"prepare": 1284 + 1160, "scan": 1160 + 256, "fragment": 776}[part]
+    return 1e6 * shape[0] * shape[2] * each / 4.24e12
+
+
+def whole(times: dict[tuple[str, int], list[tuple[float, str]]], graph_us: Callable[..., float], until: float) -> None:
+    """All launches with the best of each kernel, and with the default, over the segments to try."""
+
+    def best(part: str, n: int, found: list[Launch]) -> Launch:
+        known = min(times.get((part, n), [(0.0, "")]))[1]
+        return next((one for one in found if str(one) == known), found[0])
+
+    for shape in SHAPES:
+        like = 0 if shape[2] == 96 else 1
+        parts = [best(p, like, f) for p, f in (("prepare", PREPARES), ("scan", SCANS), ("fragment", FRAGMENTS))]
+        for pieces in shape[3]:
+            for name, config in (("best", Config(*parts)), ("default", default(BF16, shape[2] * shape[1]))):
+                if time.monotonic() - BEGUN > until or (name == "default" and pieces != shape[3][0]):
+                    continue
+
+                def measure(shape: Any = shape, config: Config = config, pieces: int = pieces) -> float:
+                    call, tensors = bench_call(shape, config, pieces)
+                    return graph_us(partial(call.run, tensors, 0, shape[2], 0.1), samples=5, inner=2)
+
+                us = attempt(f"whole {shape[:3]}", measure)
+                if isinstance(us, float):
+                    say(f"WHOLE {shape[:3]} {pieces} segments, {name}: {us:.0f} us  {config if name == 'best' else ''}")
+
+
+def dry() -> None:
+    """No GPU: the checks at tiny sizes under the interpreter, or the compilations for Hopper."""
+    from triton import knobs
+
+    if knobs.runtime.interpret:
+        case = Case(32, F32, "cpu", 16)
+        for is_bounded in (True, False):
+            case.check(f"dry {is_bounded}", Config(Launch(16, 4, 1), Launch(16, 4, 1), Launch(16, 4, 1)), is_bounded, 2)
+        return
+    from scripts.gpu import compile_kda
+
+    with mock.patch.object(compile_kda, "cases", lambda: compile_kda.prefill_cases(variants())):
+        compile_kda.main()
+
+
+def main() -> None:
+    """See above."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--seconds", type=float, default=60)
+    parser.add_argument("--workers", type=int, default=14)
+    parser.add_argument("--dry", action="store_true")
+    args = parser.parse_args()
+    torch.manual_seed(0)
+    if args.dry:
+        dry()
+        return
+    context = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(args.workers, mp_context=context)
+    first = {(keys, BF16, True): pool.submit(warm_check, keys, BF16, True) for keys in (128, 64)}
+    jobs = [(part, config, pool.submit(warm, part, config)) for part, config in variants()]
+    for keys, dtype, is_bounded in ((128, F32, True), (128, BF16, False), (64, F32, True), (64, BF16, False)):
+        first[keys, dtype, is_bounded] = pool.submit(warm_check, keys, dtype, is_bounded)
+    for keys in (128, 64):
+        first[keys, F32, False] = pool.submit(warm_check, keys, F32, False)
+    from scripts.gpu import suspects
+
+    attempt("suspects", lambda: suspects.main(say))
+    attempt("correct", lambda: correct("cuda", first, 0.45 * args.seconds))
+    attempt("sweep", lambda: sweep(jobs, args.seconds - 8))
+    say("end")
+    pool.shutdown(wait=False, cancel_futures=True)
+    for process in list((pool._processes or {}).values()):
+        process.terminate()
+
+
+if __name__ == "__main__":
+    main()
