@@ -31,8 +31,8 @@ NAMES = ("w", "u", "k_out", "q_in", "a", "gamma")
 BF16, F32 = torch.bfloat16, torch.float32
 # most promising first: channels, warps, stages, registers
 PREPARES = [
-    Launch(64, 4, 1), Launch(64, 8, 1, 128), Launch(64, 4, 1, 168), Launch(32, 4, 1, 168), Launch(32, 8, 1, 128),
-    Launch(128, 8, 1), Launch(64, 8, 1), Launch(32, 4, 1, 128), Launch(128, 8, 1, 128), Launch(32, 2, 1),
+    Launch(64, 4, 1), Launch(64, 8, 1, 128), Launch(64, 4, 1, 168), Launch(128, 4, 1), Launch(32, 4, 1, 168),
+    Launch(32, 8, 1, 128), Launch(128, 8, 1), Launch(64, 8, 1), Launch(32, 4, 1, 128), Launch(128, 8, 1, 128), Launch(32, 2, 1),
 ]  # fmt: skip
 SCANS = [
     Launch(128, 8, 2), Launch(64, 4, 1), Launch(64, 4, 3), Launch(64, 4, 2), Launch(32, 4, 3), Launch(64, 8, 2),
@@ -60,7 +60,7 @@ def attempt(name: str, work: Callable[[], object]) -> object:
     """Its result, or None and a line."""
     try:
         return work()
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 - a variant that fails is a line of the report
         say(f"{name}: FAILED {type(error).__name__}: {str(error).strip().splitlines()[-1:] or ''}"[:220])
         if not isinstance(error, (RuntimeError, ValueError)):
             say(traceback.format_exc(limit=-2).replace("\n", " | ")[:400])

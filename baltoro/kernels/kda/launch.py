@@ -53,14 +53,14 @@ class Products:
     merge: str
 
 
-# Three programs a processor hide each other's waits: 168 registers of 128 threads, spilled ones are few.
-PREPARE = Launch(64, 4, 1, 168)
+# Two programs a processor, which fill each other's waits. At 168 registers three would fit, but ptxas then waits after
+# every single `wgmma`.
+PREPARE = Launch(64, 4, 1)
 # A program owns a processor: two buffers of 56 kB of operands, and the state in registers. Where heads and segments
 # nearly fill the card all rows of a state go to one program, so operands are read once; else half of them.
 SCAN_WHOLE, SCAN_HALF = Launch(128, 8, 2), Launch(64, 4, 3)
 FRAGMENT = Launch(128, 8, 3)
 # FP32 operands are twice as wide, and products are three: small blocks, so that every size fits into shared memory.
-
 EXACT = Config(Launch(32, 4, 1), Launch(16, 4, 1), Launch(16, 4, 1))
 # of the processors, filled by programs that own whole states
 FILLED = 0.6

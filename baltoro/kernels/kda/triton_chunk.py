@@ -5,10 +5,10 @@
     fragment_kernel   the same recurrence from zero (S~) and from the identity without u (M), no outputs
     merge_kernel      a program a span, head and block of V rows: the state that enters each of its segments
 
-They start from what `triton_prepare` makes. The running state is held transposed, [K, BV], and k R is loaded transposed:
-then every left factor of a product comes straight out of memory. A left factor that was computed would sit in
-registers, and a transposed sum of products there is what Triton 3.4 to 3.7.0 gets wrong on Hopper
-(flash-linear-attention issue 640). Launched by `prefill`; needs triton. Source: spec/kernels.md A.3, A.6, A.8.
+They start from what `triton_prepare` makes. The running state is held transposed, [K, BV], and k R is loaded that way:
+then every left factor of a product comes straight out of memory. One that was computed would sit in registers, and a
+transposed sum of products there is what Triton 3.4 to 3.7.0 gets wrong on Hopper (flash-linear-attention issue 640).
+Launched by `prefill`; needs triton. Source: spec/kernels.md A.3, A.6, A.8.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ def load_gates(at, mask, SUMS: tl.constexpr):
 
 @triton.jit
 def sums(table, which, g, C: tl.constexpr, KIND: tl.constexpr):
-    """The sums of g [C, BK] over rows that matrix `which` of the table takes; see `prefill.sum_matrices`."""
+    """The sums of g [C, BK] over rows that matrix `which` of the table takes; see `launch.sum_matrices`."""
     i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
     return product(tl.load(table + which * (C * C) + i * C + j), g, KIND)
 
@@ -55,37 +55,36 @@ def corners(C: tl.constexpr, HALF: tl.constexpr):
 
 
 @triton.jit
-def pairs_within(
-    q_at, k_at, g, table, is_live, C: tl.constexpr, FIRST: tl.constexpr, KIND: tl.constexpr,
+def add_pairs_within(
+    a_kk, a_qk, q_at, k_at, g, table, is_live, C: tl.constexpr, FIRST: tl.constexpr, KIND: tl.constexpr,
     SUMS: tl.constexpr,
 ):  # fmt: skip
-    """A_kk and A_qk [C, C] of pairs within groups of FIRST tokens, 1 or 16; zeros elsewhere."""
+    """Pairs within groups of FIRST tokens, 1 or 16."""
     i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
     q, k = load_rows(q_at, is_live), load_rows(k_at, is_live)
     if FIRST == 1:
-        a_kk = tl.zeros([C, C], tl.float32)
-        a_qk = tl.where(i == j, tl.sum(q * k, axis=1)[:, None], 0.0)
+        a_qk += tl.where(i == j, tl.sum(q * k, axis=1)[:, None], 0.0)
     else:
         # any reference would do for a group; its middle keeps both factors small
         middle = sums(table, 2, g, C, SUMS)
         to_row, columns = tl.exp2(middle), tl.trans(k * tl.exp2(-middle))
         is_group = i // FIRST == j // FIRST
-        a_kk = tl.where(is_group & (i > j), product(k * to_row, columns, KIND), 0.0)
-        a_qk = tl.where(is_group & (i >= j), product(q * to_row, columns, KIND), 0.0)
+        a_kk += tl.where(is_group & (i > j), product(k * to_row, columns, KIND), 0.0)
+        a_qk += tl.where(is_group & (i >= j), product(q * to_row, columns, KIND), 0.0)
     return a_kk, a_qk
 
 
 @triton.jit
-def pair_products(
-    q_at, k_at, g, table, is_live, C: tl.constexpr, FIRST: tl.constexpr, KIND: tl.constexpr,
+def add_pairs(
+    a_kk, a_qk, q_at, k_at, g, table, is_live, C: tl.constexpr, FIRST: tl.constexpr, KIND: tl.constexpr,
     SUMS: tl.constexpr,
 ):  # fmt: skip
-    """A_kk without beta (strictly lower) and A_qk without scale (diagonal included), [C, C], over some channels.
+    """A_kk without beta (strictly lower) and A_qk without scale (diagonal included), [C, C]: adds some channels' part.
 
     Rows are read again at every level, out of the cache: held in registers over all of them they would spill. The
     barriers keep the reads apart.
     """
-    a_kk, a_qk = pairs_within(q_at, k_at, g, table, is_live, C, FIRST, KIND, SUMS)
+    a_kk, a_qk = add_pairs_within(a_kk, a_qk, q_at, k_at, g, table, is_live, C, FIRST, KIND, SUMS)
     for level in tl.static_range(7):
         if (FIRST << level) < C:
             tl.debug_barrier()
@@ -146,9 +145,7 @@ def prepare_kernel(
         tl.store(q_in_ptr + (at + part * BLOCK), (q * prefix * scale).to(q_in_ptr.dtype.element_ty))
         if BLOCK == K:
             entering = (k * beta * prefix).to(w_ptr.dtype.element_ty)
-        more_kk, more_qk = pair_products(q_at, k_at, g, table_ptr, is_live, C, FIRST, KIND, SUMS)
-        a_kk += more_kk
-        a_qk += more_qk
+        a_kk, a_qk = add_pairs(a_kk, a_qk, q_at, k_at, g, table_ptr, is_live, C, FIRST, KIND, SUMS)
     square = place * (C * C) + (i * C + tl.arange(0, C)[None, :])
     tl.store(a_ptr + square, (a_qk * scale).to(a_ptr.dtype.element_ty))
     inverse = invert_unit_lower(a_kk * beta, C, INVERSE_KIND)
