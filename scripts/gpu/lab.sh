@@ -10,7 +10,7 @@ part() { # seconds, command
   echo "=== ${*:2} (at $SECONDS s)"
   timeout "$1" "${@:2}" 2>&1 | tail -400
 }
-part 120 python3 scripts/gpu/diag_kda.py
+part 120 python3 -m scripts.gpu.lab_prefill --seconds 60
 for name in decode verify mla moe prefill fold attnres decode1; do
   part 60 ncu --profile-from-start off --section SpeedOfLight --section MemoryWorkloadAnalysis --section Occupancy \
     --section LaunchStats --section WarpStateStats --section ComputeWorkloadAnalysis python3 -m scripts.gpu.counters $name

@@ -32,7 +32,8 @@ BF16, F32 = torch.bfloat16, torch.float32
 # most promising first: channels, warps, stages, registers
 PREPARES = [
     Launch(64, 4, 1), Launch(64, 8, 1, 128), Launch(64, 4, 1, 168), Launch(128, 4, 1), Launch(32, 4, 1, 168),
-    Launch(32, 8, 1, 128), Launch(128, 8, 1), Launch(64, 8, 1), Launch(32, 4, 1, 128), Launch(128, 8, 1, 128), Launch(32, 2, 1),
+    Launch(32, 8, 1, 128), Launch(128, 8, 1), Launch(64, 8, 1), Launch(32, 4, 1, 128), Launch(128, 8, 1, 128),
+    Launch(32, 2, 1),
 ]  # fmt: skip
 SCANS = [
     Launch(128, 8, 2), Launch(64, 4, 1), Launch(64, 4, 3), Launch(64, 4, 2), Launch(32, 4, 3), Launch(64, 8, 2),
@@ -320,16 +321,15 @@ def main() -> None:
         return
     context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(args.workers, mp_context=context)
-    first = {(keys, BF16, True): pool.submit(warm_check, keys, BF16, True) for keys in (128, 64)}
+    early = ((128, BF16, True), (128, F32, True), (128, BF16, False), (128, F32, False), (64, BF16, True))
+    late = ((64, F32, True), (64, BF16, False), (64, F32, False))
+    checks = {case: pool.submit(warm_check, *case) for case in early}
     jobs = [(part, config, pool.submit(warm, part, config)) for part, config in variants()]
-    for keys, dtype, is_bounded in ((128, F32, True), (128, BF16, False), (64, F32, True), (64, BF16, False)):
-        first[keys, dtype, is_bounded] = pool.submit(warm_check, keys, dtype, is_bounded)
-    for keys in (128, 64):
-        first[keys, F32, False] = pool.submit(warm_check, keys, F32, False)
+    checks |= {case: pool.submit(warm_check, *case) for case in late}
     from scripts.gpu import suspects
 
     attempt("suspects", lambda: suspects.main(say))
-    attempt("correct", lambda: correct("cuda", first, 0.45 * args.seconds))
+    attempt("correct", lambda: correct("cuda", checks, 0.45 * args.seconds))
     attempt("sweep", lambda: sweep(jobs, args.seconds - 8))
     say("end")
     pool.shutdown(wait=False, cancel_futures=True)

@@ -34,10 +34,10 @@ def load_rows(at, mask):
 
 
 @triton.jit
-def load_gates(at, mask, SUMS: tl.constexpr):
-    """As `load_rows`, in units of log 2; what FP16 could not hold decays to 0 in any case."""
-    g = load_rows(at, mask) * 1.4426950408889634
-    return tl.maximum(g, -10000.0) if SUMS == "fp16" else g
+def load_gates(at, mask):
+    """As `load_rows`, in units of log 2. What FP16 could not hold, or no sum could take (0 times infinity), decays to 0
+    in any case."""
+    return tl.maximum(load_rows(at, mask) * 1.4426950408889634, -10000.0)
 
 
 @triton.jit
@@ -135,7 +135,7 @@ def prepare_kernel(
     for part in range(K // BLOCK):
         keys = part * BLOCK + block
         q_at, k_at = q_ptr + (i * q_row + keys), k_ptr + (i * k_row + keys)
-        g = load_gates(g_ptr + (i * g_row + keys), is_live, SUMS)
+        g = load_gates(g_ptr + (i * g_row + keys), is_live)
         tl.store(gamma_ptr + place * K + keys, tl.exp2(tl.sum(g, axis=0)[None, :]))
         k = load_rows(k_at, is_live)
         to_end = tl.exp2(sums(table_ptr, 1, g, C, SUMS))
@@ -152,7 +152,7 @@ def prepare_kernel(
     for part in range(K // BLOCK):
         if BLOCK < K:
             keys = part * BLOCK + block
-            g = load_gates(g_ptr + (i * g_row + keys), is_live, SUMS)
+            g = load_gates(g_ptr + (i * g_row + keys), is_live)
             prefix = tl.exp2(sums(table_ptr, 0, g, C, SUMS))
             entering = (load_rows(k_ptr + (i * k_row + keys), is_live) * beta * prefix).to(w_ptr.dtype.element_ty)
         tl.store(w_ptr + (at + part * BLOCK), product(inverse, entering, KIND).to(w_ptr.dtype.element_ty))
