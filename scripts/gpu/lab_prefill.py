@@ -256,6 +256,7 @@ def sweep(jobs: list[tuple[str, Config, Future[str]]], until: float) -> None:
             if isinstance(us, float):
                 times.setdefault((part, n), []).append((us, str(one)))
                 say(f"  {part} {one} at {shape[:3]}: {us:.0f} us")
+    attempt("cut", cut_gap)
     whole(times, graph_us, until + 6)
     for (part, n), found in sorted(times.items()):
         for us, one in sorted(found)[:5]:
@@ -267,6 +268,22 @@ def floor(part: str, shape: tuple[int, int, int, tuple[int, ...]]) -> float:
     """us: q k v bf16 and g fp32 in, workspace out; workspace in, outputs out; w u k R in."""
     each = {"prepare": 1284 + 1160, "scan": 1160 + 256, "fragment": 776}[part]
     return 1e6 * shape[0] * shape[2] * each / 4.24e12
+
+
+def cut_gap() -> None:
+    """What cutting a long span changes: with fragments of bf16 and of TF32 products, against the uncut one."""
+    shape, found = SHAPES[1], {}
+    tokens, num, heads, (pieces, *_) = shape
+    for name, count, kind in (("uncut", 1, ""), ("bf16", pieces, "bf16"), ("tf32", pieces, "tf32")):
+        call, tensors = bench_call(shape, default(BF16, num * heads), count)
+        if kind == "tf32":
+            call = replace(call, kinds=replace(call.kinds, fragment=kind))
+            call = replace(call, config=replace(call.config, fragment=Launch(64, 4, 2)))
+        call.run(tensors, 0, heads, 128**-0.5)
+        found[name] = call.out, call.after
+    for name in ("bf16", "tf32"):
+        gaps = [gap(got, exact) for got, exact in zip(found[name], found["uncut"], strict=True)]
+        say(f"CUT {tokens} tokens in {pieces}, {name} fragments, against uncut: o {gaps[0]:.1e} states {gaps[1]:.1e}")
 
 
 def whole(times: dict[tuple[str, int], list[tuple[float, str]]], graph_us: Callable[..., float], until: float) -> None:
