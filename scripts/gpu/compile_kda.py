@@ -1,6 +1,6 @@
 """Compile the KDA kernels for sm_90 at K3's shape, without a GPU: registers, stack (spills), matrix instructions.
 
-    python -m scripts.gpu.compile_kda
+    python -m scripts.gpu.compile_kda [--sizes]       --sizes: the chunk form at all sizes, instead
 
 Needs triton, and TRITON_INTERPRET unset. What does not compile is reported and makes the exit status 1.
 """
@@ -11,15 +11,16 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from baltoro.kernels.kda import triton_chunk, triton_decode, triton_verify
+from baltoro.kernels.kda import launch, triton_chunk, triton_decode, triton_prepare, triton_verify
 
 HOPPER = GPUTarget("cuda", 90, 32)
 BF16, INT = "*bf16", "*i32"
@@ -29,12 +30,17 @@ TOKEN_TYPES = dict.fromkeys(
 TOKEN_TYPES |= {"slots_ptr": "*i64", "accepted_ptr": INT}
 TOKEN_TYPES |= dict.fromkeys(("history_slot", "state_slot", "state_layer", "history_layer"), "i64")
 CHUNK_TYPES = dict.fromkeys(("chunks_ptr", "segments_ptr", "order_ptr", "spans_ptr", "fragments_ptr"), INT)
+CHUNK_TYPES["table_ptr"] = "*fp16"
 CHUNK_TYPES |= dict.fromkeys(("v_ptr", "w_ptr", "u_ptr", "k_out_ptr", "q_in_ptr", "a_ptr", "out_ptr"), BF16)
+EXACT_TYPES = {name: "*fp32" if kind in (BF16, "*fp16") else kind for name, kind in CHUNK_TYPES.items()}
+CHUNK_TYPES |= {"q_ptr": BF16, "k_ptr": BF16}
+# what a program may have
+SHARED_LIMIT = 232448
 HEAD = {"H": 12, "K": 128, "V": 128, "BK": 128, "BV": 128, "TAPS": 4}
-CHUNK = {"K": 128, "V": 128, "C": 64}
+Case = tuple[str, Any, dict[str, Any], dict[str, str], dict[str, Any]]
 
 
-def cases() -> Iterator[tuple[str, Any, dict[str, Any], dict[str, str], dict[str, Any]]]:
+def cases() -> Iterator[Case]:
     """(name, kernel, constants, types, options), as `fused` and `prefill` launch them."""
     bits = {"num_warps": 8, "enable_fp_fusion": False}
     for is_bounded in (True, False):
@@ -43,15 +49,45 @@ def cases() -> Iterator[tuple[str, Any, dict[str, Any], dict[str, str], dict[str
         window = {"window": 8, "BG": 16, "IS_BOUNDED": is_bounded, "PRECISION": "tf32"}
         yield "verify", triton_verify.verify_kernel, HEAD | window, TOKEN_TYPES, {"num_warps": 8}
     yield "fold", triton_decode.fold_kernel, HEAD | {"ROWS": 4}, TOKEN_TYPES, bits
-    for first in (16, 1):
-        kinds = {"BLOCK": 64, "FIRST": first, "KIND": "bf16", "INVERSE_KIND": "tf32"}
-        yield f"prepare {first}", triton_chunk.prepare_kernel, CHUNK | kinds, CHUNK_TYPES, {"num_warps": 8}
-    for rows in (32, 64):
-        scan, fragment = {"BV": rows, "IS_CUT": True, "KIND": "bf16"}, {"BV": rows, "KIND": "tf32"}
-        yield f"scan {rows}", triton_chunk.scan_kernel, CHUNK | scan, CHUNK_TYPES, {"num_warps": 4}
-        yield f"fragment {rows}", triton_chunk.fragment_kernel, CHUNK | fragment, CHUNK_TYPES, {"num_warps": 4}
-    merge = {"K": 128, "V": 128, "BV": 16, "KIND": "tf32x3"}
+    whole = [launch.choose(torch.bfloat16, keys=128, values=128, programs=n, num_units=132) for n in (96, 32)]
+    yield from prefill_cases([(part, whole[0]) for part in ("prepare", "fragment")] + [("scan", one) for one in whole])
+    merge = {"K": 128, "V": 128, "BV": launch.MERGE_ROWS, "KIND": "tf32x3"}
     yield "merge", triton_chunk.merge_kernel, merge, CHUNK_TYPES, {"num_warps": 8}
+
+
+def prefill_cases(parts: Iterable[tuple[str, launch.Config]]) -> Iterator[Case]:
+    """Of K3's head: (which kernel, configuration) each."""
+    for part, config in parts:
+        for first in (16, 1) if part == "prepare" else (16,):
+            yield prefill_case(part, config, torch.bfloat16, keys=128, values=128, first=first)
+
+
+def prefill_case(part: str, config: launch.Config, dtype: torch.dtype, *, keys: int, values: int, first: int) -> Case:
+    """One kernel of the chunk form."""
+    one, kinds = getattr(config, part), launch.products(dtype)
+    constants = {"K": keys, "V": values, "C": 64, "KIND": getattr(kinds, "pairs" if part == "prepare" else part)}
+    if part == "prepare":
+        constants |= {"BLOCK": one.block, "FIRST": first, "INVERSE_KIND": kinds.inverse, "SUMS": kinds.sums}
+        kernel = triton_prepare.prepare_kernel
+    else:
+        constants["BV"] = one.block
+        kernel = triton_chunk.scan_kernel if part == "scan" else triton_chunk.fragment_kernel
+    if part == "scan":
+        constants["IS_CUT"] = True
+    types = EXACT_TYPES if dtype == torch.float32 else CHUNK_TYPES
+    name = f"{part} {one.block} {one.warps} {one.stages} {one.registers or ''} K {keys} V {values} {first}"
+    return name, kernel, constants, types, one.options()
+
+
+def every_size() -> Iterator[Case]:
+    """The chosen configurations at all sizes the chunk form takes."""
+    for dtype in (torch.bfloat16, torch.float32):
+        for keys in (16, 32, 64, 128):
+            for values in (16, 32, 64, 128):
+                for n in (96, 32):
+                    config = launch.choose(dtype, keys=keys, values=values, programs=n, num_units=132)
+                    for part in ("prepare", "scan", "fragment") if n == 96 else ("scan",):
+                        yield prefill_case(part, config, dtype, keys=keys, values=values, first=16)
 
 
 def source(kernel: Any, constants: dict[str, Any], types: dict[str, str]) -> ASTSource:
@@ -82,7 +118,7 @@ def resources(cubin: bytes) -> str:
 def main() -> int:
     """Print one line a kernel."""
     failed = 0
-    for name, kernel, constants, types, options in cases():
+    for name, kernel, constants, types, options in every_size() if "--sizes" in sys.argv else cases():
         try:
             built = triton.compile(source(kernel, constants, types), target=HOPPER, options=options)
         except (triton.CompilationError, RuntimeError) as error:
@@ -91,7 +127,12 @@ def main() -> int:
             continue
         ptx = built.asm["ptx"]
         counts = f"wgmma {ptx.count('wgmma.mma_async')}, mma {ptx.count('mma.sync')}"
-        print(f"{name:14} {resources(built.asm['cubin'])}, {built.metadata.shared} B shared, {counts}")
+        is_large = built.metadata.shared > SHARED_LIMIT
+        failed |= is_large
+        print(
+            f"{name:14} {resources(built.asm['cubin'])}, {built.metadata.shared} B shared, {counts}",
+            "FAILED" * is_large,
+        )
     return failed
 
 

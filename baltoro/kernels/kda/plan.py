@@ -87,12 +87,13 @@ def choose_segment_chunks(counts: Sequence[int], *, programs_per_segment: int, n
     """
     longest = max(counts, default=0)
     best, best_cost = None, estimate(counts, None, programs_per_segment, num_units)
-    size = SHORTEST_SEGMENT
-    while size < longest:
+    for pieces in range(2, num_units + 1):
+        size = -(-longest // pieces)
+        if size < SHORTEST_SEGMENT:
+            break
         cost = estimate(counts, size, programs_per_segment, num_units)
         if cost < best_cost:
             best, best_cost = size, cost
-        size *= 2
     return best
 
 

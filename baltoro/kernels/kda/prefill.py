@@ -21,18 +21,13 @@ from baltoro.kernels.device import machine
 from baltoro.kernels.kda import chunk as plain
 from baltoro.kernels.kda import fla
 from baltoro.kernels.kda.grid import CHUNK
+from baltoro.kernels.kda.launch import BOUNDED_GROUP, MERGE_ROWS, Config, Products, choose, products, sum_matrices
 from baltoro.kernels.kda.plan import ChunkPlan, choose_segment_chunks, chunk_counts, plan_chunks
 from baltoro.kernels.kda.reference import check_shapes
 from baltoro.kernels.spans import Borders, Spans
 
 WORKSPACE_BYTES = 1 << 30
-# rows of the state that a program of the scan holds, where enough programs are left; fewer rows, more programs
-LARGE_BLOCK, SMALL_BLOCK = 64, 32
 SIZES = (16, 32, 64, 128)
-# tokens whose decays stay within e^-40 .. e^40 of their middle where g >= -5
-BOUNDED_GROUP = 16
-# channels at a time in the preparation; rows of a merged state
-CHANNELS, MERGE_ROWS = 64, 16
 
 
 def chunked(
@@ -67,6 +62,8 @@ def chunked(
 
 # lengths, starts, borders of the spans; here a length may be 0
 Layout = tuple[tuple[int, ...], tuple[int, ...], Borders]
+# w, u, k R, q P, A_qk, P_C of all chunks: [chunks, heads, C, *], [chunks, heads, K]
+Made = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 def run(
@@ -85,110 +82,122 @@ def run(
 ) -> tuple[Tensor, Tensor]:
     """The launches. `segment_chunks`: cut spans so; None leaves it to the planner. State [N, H, V, K], not written."""
     heads, (values, keys) = v.shape[1], state.shape[-2:]
-    group = _group(layout, chunk, heads, (2 * values + 4 * keys + chunk) * v.element_size())
-    block = _block(layout, group, values, keys, v.device)
+    group = _group(layout, chunk, heads, (3 * keys + values + chunk) * v.element_size() + 4 * keys // chunk)
+    programs, units = len(layout[0]) * group, machine(v.device.type, v.device.index or 0).num_units
+    config = choose(v.dtype, keys=keys, values=values, programs=programs, num_units=units)
     if segment_chunks is None:
-        segment_chunks = _choose(layout, chunk, group * (values // block), v.device)
-    plan, tables = _tables(layout, chunk, segment_chunks, v.device)
-    q, k, v, g = (_rows(t) for t in (q, k, v, g))
-    state = state.to(torch.float32).contiguous()
-    out, after = v.new_empty(v.shape), state.new_empty(len(plan.spans) + plan.num_borders, heads, values, keys)
-    shape = {"K": keys, "V": values, "C": chunk}
-    call = _Call(plan, tables, out, after, state, shape, block, _kinds(v.dtype))
+        segment_chunks = _segments(layout, chunk, group * (values // config.scan.block), units)
+    call = plan_call(v, state, layout, config, chunk=chunk, is_bounded=is_bounded, segment_chunks=segment_chunks)
+    inputs = (*(_rows(t) for t in (q, k, v, g)), beta)
     for first in range(0, heads, group):
-        call.run_heads((q, k, v, g, beta), first, min(group, heads - first), scale, is_bounded)
+        call.run(inputs, first, min(group, heads - first), scale)
+    plan, after = call.plan, call.after
     if plan.num_borders < len(plan.borders):
         rows = [*range(len(plan.spans)), *(len(plan.spans) + border for border in plan.borders)]
         after = torch.stack([after[row] for row in rows])
-    return out, after
+    return call.out, after
+
+
+def plan_call(
+    v: Tensor,
+    state: Tensor,
+    layout: Layout,
+    config: Config,
+    *,
+    chunk: int,
+    is_bounded: bool,
+    segment_chunks: int | None,
+) -> Call:
+    """What the launches share. v [T, H, V], state [N, H, V, K]."""
+    plan, tables = _tables(layout, chunk, segment_chunks, v.device)
+    state, kinds = state.to(torch.float32).contiguous(), products(v.dtype)
+    out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
+    after = state.new_empty(len(plan.spans) + plan.num_borders, *state.shape[1:])
+    shape = {"K": state.shape[-1], "V": state.shape[-2], "C": chunk}
+    smallest = BOUNDED_GROUP if is_bounded else 1
+    matrices = sum_matrices(chunk, smallest, kinds.sums, v.device)
+    return Call(plan, tables, matrices, out, after, state, shape, smallest, config, kinds)
 
 
 @dataclass(frozen=True, slots=True)
-class _Call:
-    """What is the same for all groups of heads."""
+class Call:
+    """What is the same for all groups of heads. smallest: tokens whose pairs have one reference."""
 
     plan: ChunkPlan
     tables: dict[str, Tensor]
+    matrices: Tensor
     out: Tensor
     after: Tensor
     state: Tensor
     shape: dict[str, Any]
-    block: int
-    kinds: dict[str, str]
+    smallest: int
+    config: Config
+    kinds: Products
 
-    def run_heads(self, inputs: tuple[Tensor, ...], first: int, heads: int, scale: float, is_bounded: bool) -> None:
+    def run(self, inputs: tuple[Tensor, ...], first: int, heads: int, scale: float) -> None:
         """Heads first .. first + heads - 1 into `out` and `after`."""
-        from baltoro.kernels.kda.triton_chunk import prepare_kernel, scan_kernel
+        made = self.prepare(inputs, first, heads, scale)
+        self.scan(made, self.enter(made, first, heads) if self.plan.fragments else self.state, first, heads)
 
-        plan, tables, shape, kinds = self.plan, self.tables, self.shape, self.kinds
-        num, size = len(plan.chunks), shape["C"]
-        v = inputs[2]
-        w, k_out, q_in = (v.new_empty(num, heads, size, shape["K"]) for _ in range(3))
-        u, a = v.new_empty(num, heads, size, shape["V"]), v.new_empty(num, heads, size, size)
+    def prepare(self, inputs: tuple[Tensor, ...], first: int, heads: int, scale: float) -> Made:
+        """All chunks on their own; inputs q, k, v, g, beta of all heads."""
+        from baltoro.kernels.kda.triton_prepare import prepare_kernel
+
+        num, shape, kinds, v = len(self.plan.chunks), self.shape, self.kinds, inputs[2]
+        w, k_out, q_in = (v.new_empty(num, heads, shape["C"], shape["K"]) for _ in range(3))
+        u, a = (v.new_empty(num, heads, shape["C"], shape[size]) for size in ("V", "C"))
         gamma = self.state.new_empty(num, heads, shape["K"])
         if num:
             prepare_kernel[(num, heads)](
-                *inputs, tables["chunks"], w, u, k_out, q_in, a, gamma, *(t.stride(0) for t in inputs), first, scale,
-                **shape, BLOCK=min(CHANNELS, shape["K"], shape["V"]),
-                FIRST=BOUNDED_GROUP if is_bounded else 1, KIND=kinds["pairs"],
-                INVERSE_KIND=kinds["inverse"], num_warps=8,
+                *inputs, self.matrices, self.tables["chunks"], w, u, k_out, q_in, a, gamma,
+                *(t.stride(0) for t in inputs), first, scale, **shape, BLOCK=self.config.prepare.block,
+                FIRST=self.smallest, KIND=kinds.pairs, INVERSE_KIND=kinds.inverse, SUMS=kinds.sums,
+                **self.config.prepare.options(),
             )  # fmt: skip
-        entering = self._merge((w, u, k_out, gamma), first, heads) if plan.fragments else self.state
-        if plan.segments:
-            scan_kernel[(len(plan.segments), heads, shape["V"] // self.block)](
-                w, u, k_out, q_in, a, gamma, tables["chunks"], tables["segments"], tables["order"], entering,
-                self.out, self.after, len(plan.spans), self.out.shape[1], first,
-                **shape, BV=self.block, IS_CUT=bool(plan.fragments), KIND=kinds["scan"], num_warps=4,
-            )  # fmt: skip
+        return w, u, k_out, q_in, a, gamma
 
-    def _merge(self, made: tuple[Tensor, Tensor, Tensor, Tensor], first: int, heads: int) -> Tensor:
+    def enter(self, made: Made, first: int, heads: int) -> Tensor:
         """States entering all segments [segments, heads, V, K]."""
         from baltoro.kernels.kda.triton_chunk import fragment_kernel, merge_kernel
 
-        plan, tables, shape, block = self.plan, self.tables, self.shape, self.block
+        plan, tables, shape, config = self.plan, self.tables, self.shape, self.config.fragment
         keys, values, num = shape["K"], shape["V"], len(plan.segments)
         fragments = self.state.new_empty(num, heads, values + keys, keys)
         entering = self.state.new_empty(num, heads, values, keys)
-        fragment_kernel[(len(plan.fragments), heads, (values + keys) // block)](
-            *made, tables["segments"], tables["fragments"], fragments,
-            **shape, BV=block, KIND=self.kinds["fragment"], num_warps=4,
+        w, u, k_out, _, _, gamma = made
+        fragment_kernel[((values + keys) // config.block, heads, len(plan.fragments))](
+            w, u, k_out, gamma, tables["segments"], tables["fragments"], fragments,
+            **shape, BV=config.block, KIND=self.kinds.fragment, **config.options(),
         )  # fmt: skip
         merge_kernel[(len(plan.spans), heads, values // MERGE_ROWS)](
             self.state, tables["spans"], fragments, entering, self.out.shape[1], first,
-            K=keys, V=values, BV=MERGE_ROWS, KIND=self.kinds["merge"], num_warps=8,
+            K=keys, V=values, BV=MERGE_ROWS, KIND=self.kinds.merge, num_warps=8,
         )  # fmt: skip
         return entering
 
+    def scan(self, made: Made, entering: Tensor, first: int, heads: int) -> None:
+        """Outputs and states. entering: of segments, or of spans where none is cut."""
+        from baltoro.kernels.kda.triton_chunk import scan_kernel
 
-def _kinds(dtype: torch.dtype) -> dict[str, str]:
-    """Products of each kernel. The interpreter computes garbage in bf16, so it gets FP32 throughout."""
-    from triton import knobs
-
-    names = ("pairs", "inverse", "scan", "fragment", "merge")
-    if knobs.runtime.interpret:
-        return dict.fromkeys(names, "ieee")
-    if dtype == torch.float32:  # three TF32 products are as good as FP32 and stay on the matrix units
-        return dict.fromkeys(names, "tf32x3")
-    # bf16 factors of pairs, as the peers take them; the errors of M multiply from segment to segment
-    return dict(zip(names, ("bf16", "tf32", "bf16", "tf32", "tf32x3"), strict=True))
+        plan, tables, shape, config = self.plan, self.tables, self.shape, self.config.scan
+        if plan.segments:
+            scan_kernel[(shape["V"] // config.block, heads, len(plan.segments))](
+                *made, tables["chunks"], tables["segments"], tables["order"], entering,
+                self.out, self.after, len(plan.spans), self.out.shape[1], first,
+                **shape, BV=config.block, IS_CUT=bool(plan.fragments), KIND=self.kinds.scan, **config.options(),
+            )  # fmt: skip
 
 
 def _group(layout: Layout, chunk: int, heads: int, row_bytes: int) -> int:
     """Heads at a time, so that the workspace stays in its bound."""
     rows = sum(chunk_counts(layout[0], layout[1], chunk)) * chunk
-    return max(1, min(heads, WORKSPACE_BYTES // max(1, rows * row_bytes)))
+    most = max(1, min(heads, WORKSPACE_BYTES // max(1, rows * row_bytes)))
+    return -(-heads // -(-heads // most))  # of nearly one size
 
 
-def _block(layout: Layout, heads: int, values: int, keys: int, device: torch.device) -> int:
-    """Rows of the state a program holds."""
-    units = machine(device.type, device.index or 0).num_units
-    is_filled = len(layout[0]) * heads * (values // LARGE_BLOCK) >= units
-    return min(values, keys, LARGE_BLOCK if is_filled else SMALL_BLOCK)
-
-
-def _choose(layout: Layout, chunk: int, programs: int, device: torch.device) -> int | None:
+@lru_cache(maxsize=16)
+def _segments(layout: Layout, chunk: int, programs: int, units: int) -> int | None:
     counts = chunk_counts(layout[0], layout[1], chunk)
-    units = machine(device.type, device.index or 0).num_units
     return choose_segment_chunks(counts, programs_per_segment=programs, num_units=units)
 
 

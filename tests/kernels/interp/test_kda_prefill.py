@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from baltoro.errors import ShapeError
-from baltoro.kernels.kda import prefill
+from baltoro.kernels.kda import launch, prefill
 from baltoro.kernels.kda.reference import l2_norm, recurrent
 from baltoro.kernels.spans import Borders, Spans
 from tests.kernels.tolerances import TOLERANCES
@@ -81,7 +82,7 @@ def test_random_ragged_and_empty_spans(seed: int) -> None:
 
 
 def test_values_wider_than_keys_and_channels_in_several_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefill, "CHANNELS", 16)
+    monkeypatch.setattr(launch, "EXACT", replace(launch.EXACT, prepare=launch.Launch(16, 4, 1)))
     close(draw(20, 1, keys=16, values=64, decay=1.0), [20], [0])
     close(draw(20, 1, keys=64, values=16, decay=1.0), [20], [0], segment_chunks=1)
 
@@ -124,7 +125,7 @@ def test_heads_in_groups_of_a_bounded_workspace_give_the_same(monkeypatch: pytes
     fast = tuple(t.float() for t in x)
     layout = ((25, 15), (0, 7), ((0, 16),))
     whole = prefill.run(*fast, layout, scale=SCALE, chunk=16, segment_chunks=1)
-    monkeypatch.setattr(prefill, "WORKSPACE_BYTES", 80 * 4 * (16 + 6 * 16))
+    monkeypatch.setattr(prefill, "WORKSPACE_BYTES", 80 * (4 * (16 + 4 * 16) + 4))
     parts = prefill.run(*fast, layout, scale=SCALE, chunk=16, segment_chunks=1)
     assert all(torch.equal(a, b) for a, b in zip(whole, parts, strict=True))
 

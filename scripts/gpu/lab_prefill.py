@@ -1,0 +1,257 @@
+"""The KDA chunk form on a GPU: which compiled piece is wrong, then times of every kernel over its configurations.
+
+    python -m scripts.gpu.lab_prefill --seconds 60        --dry: tiny sizes, and the compilations for Hopper alone
+
+Errors are relative in the 2-norm, against float64. Wrong or failing variants are lines, not ends.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from dataclasses import replace
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from baltoro.kernels.kda import prefill
+from baltoro.kernels.kda.launch import Config, Launch
+from baltoro.kernels.kda.reference import l2_norm
+from scripts.gpu.prefill_checks import BEGUN, BF16, F32, Case, attempt, default, fit, gap, inputs, say
+
+# most promising first: channels, warps, stages, registers
+PREPARES = [
+    Launch(64, 4, 1), Launch(64, 8, 1, 128), Launch(64, 4, 1, 168), Launch(128, 4, 1), Launch(32, 4, 1, 168),
+    Launch(32, 8, 1, 128), Launch(128, 8, 1), Launch(64, 8, 1), Launch(32, 4, 1, 128), Launch(128, 8, 1, 128),
+    Launch(32, 2, 1),
+]  # fmt: skip
+SCANS = [
+    Launch(128, 8, 2), Launch(64, 4, 1), Launch(64, 4, 3), Launch(64, 4, 2), Launch(32, 4, 3), Launch(64, 8, 2),
+    Launch(128, 8, 1), Launch(32, 4, 1), Launch(32, 4, 2),
+]  # fmt: skip
+FRAGMENTS = [
+    Launch(128, 8, 3), Launch(64, 4, 2), Launch(64, 4, 1), Launch(64, 4, 3), Launch(128, 8, 2), Launch(128, 4, 2),
+    Launch(32, 4, 2),
+]  # fmt: skip
+# tokens, spans, heads, segments of each span to try
+SHAPES = [(8192, 1, 96, (1,)), (65536, 1, 12, (11, 10, 8, 16, 22)), (8192, 1, 12, (11, 1, 8, 4)), (8192, 8, 96, (1,))]
+
+
+def variants() -> Iterator[tuple[str, Config]]:
+    """Defaults with one part changed, promising ones of all parts first."""
+    for n in range(max(len(PREPARES), len(SCANS), len(FRAGMENTS))):
+        for part, found in (("prepare", PREPARES), ("scan", SCANS), ("fragment", FRAGMENTS)):
+            if n < len(found):
+                yield part, replace(default(BF16), **{part: found[n]})
+
+
+def bench_call(shape: tuple[int, int, int, tuple[int, ...]], config: Config, pieces: int) -> tuple[Any, ...]:
+    """Inputs as the bench draws them, and the call."""
+    tokens, num, heads, _ = shape
+    torch.manual_seed(0)
+    q, k = (l2_norm(torch.randn(tokens, heads, 128, device="cuda", dtype=BF16)) for _ in range(2))
+    v = torch.randn(tokens, heads, 128, device="cuda", dtype=BF16)
+    g = -0.1 * torch.rand(tokens, heads, 128, device="cuda")
+    state = torch.randn(num, heads, 128, 128, device="cuda") * 0.1
+    layout = (tokens // num,) * num, (0,) * num, ()
+    size = None if pieces == 1 else -(-tokens // num // 64 // pieces)
+    call = prefill.plan_call(v, state, layout, config, chunk=64, is_bounded=True, segment_chunks=size)
+    return call, (q, k, v, g, torch.rand(tokens, heads, device="cuda"))
+
+
+def blank(call: prefill.Call, heads: int) -> prefill.Made:
+    """What `call.prepare` would give, zeros."""
+    num, keys, values, size = len(call.plan.chunks), *call.shape.values()
+    made = [torch.zeros(num, heads, size, n, device="cuda", dtype=BF16) for n in (keys, values, keys, keys, size)]
+    return (*made, torch.zeros(num, heads, keys, device="cuda"))  # type: ignore[return-value]
+
+
+def launch_part(part: str, call: prefill.Call, tensors: tuple[Tensor, ...], heads: int) -> Callable[[], object]:
+    """One kernel alone, on zeros where others would have to run before it."""
+    if part == "prepare":
+        return partial(call.prepare, tensors, 0, heads, 0.1)
+    made = blank(call, heads)
+    if part == "fragment":
+        return partial(call.enter, made, 0, heads)
+    entering = torch.zeros(len(call.plan.segments), heads, 128, 128, device="cuda")
+    return partial(call.scan, made, entering, 0, heads)
+
+
+def warm(part: str, config: Config) -> str:
+    """In a process of its own: fill the cache on disk with what the main one will launch. Small, same signatures."""
+    begun = time.monotonic()
+    for pieces in (1, 4):
+        if part == "fragment" and pieces == 1:
+            continue
+        call, tensors = bench_call((2048, 1, 12, ()), config, pieces)
+        launch_part(part, call, tensors, 12)()
+        if part == "prepare":
+            break
+    torch.cuda.synchronize()
+    return f"{time.monotonic() - begun:.0f} s"
+
+
+def warm_check(keys: int, dtype: torch.dtype, is_bounded: bool) -> str:
+    """The same for `Case.check`."""
+    layout = (1, 63, 130, 300, 17), (0, 64, 5, 0, 60), ((3, 128), (2, 59))
+    tensors, state = inputs(511, 2, keys, dtype, "cuda"), torch.zeros(5, 2, keys, keys, device="cuda")
+    for segments in (None, 2):
+        config = fit(default(dtype), tensors[2], tensors[0])
+        options = {"chunk": 64, "is_bounded": is_bounded, "segment_chunks": segments}
+        call = prefill.plan_call(tensors[2], state, layout, config, **options)
+        call.run(tensors, 0, 2, 0.1)
+    torch.cuda.synchronize()
+    return ""
+
+
+def correct(device: str, jobs: dict[Any, Future[str]], until: float) -> None:
+    """Defaults at both sizes and dtypes, bounded or not, cut or not."""
+    for keys, dtype in ((128, BF16), (64, BF16), (128, F32), (64, F32)):
+        case = attempt("case", partial(Case, keys, dtype, device))
+        if not isinstance(case, Case):
+            continue
+        for is_bounded in (True, False):
+            job = jobs.get((keys, dtype, is_bounded))
+            if job is not None:
+                attempt("compile", partial(job.result, max(1.0, until - (time.monotonic() - BEGUN))))
+                if not job.done():
+                    say("not compiled in time", keys, dtype, is_bounded)
+                    continue
+            for segments in (None, 2):
+                name = f"K {keys} {str(dtype)[6:]} bounded {is_bounded} segments {segments}"
+                attempt(name, partial(case.check, name, default(dtype), is_bounded, segments))
+
+
+def sweep(jobs: list[tuple[str, Config, Future[str]]], until: float) -> None:
+    """Every kernel's configurations: right at ragged spans, then timed at the bench's shapes."""
+    from baltoro.bench.kernels.timing import graph_us
+
+    case, rows = Case(128, BF16, "cuda"), []
+    times: dict[tuple[str, int], list[tuple[float, str]]] = {}
+    for part, config, job in jobs:
+        one = getattr(config, part)
+        left = until - (time.monotonic() - BEGUN)
+        if left < 1 or attempt(f"compile {part} {one}", partial(job.result, left)) is None:
+            continue
+        if not attempt(f"{part} {one}", partial(case.check, f"{part} {one}", config, True, 2)):
+            continue
+        for n, shape in enumerate(SHAPES[:2]):
+            pieces = shape[3][0]
+            if part == "fragment" and pieces == 1:
+                continue
+
+            def measure(shape: Any = shape, pieces: int = pieces, part: str = part, config: Config = config) -> float:
+                call, tensors = bench_call(shape, config, pieces)
+                work = launch_part(part, call, tensors, shape[2])
+                return graph_us(work, samples=5, inner=2)
+
+            us = attempt(f"time {part} {one}", measure)
+            if isinstance(us, float):
+                times.setdefault((part, n), []).append((us, str(one)))
+                say(f"  {part} {one} at {shape[:3]}: {us:.0f} us")
+    attempt("cut", cut_gap)
+    whole(times, graph_us, until + 6)
+    for (part, n), found in sorted(times.items()):
+        for us, one in sorted(found)[:5]:
+            rows.append(f"{part:9} {SHAPES[n][:3]!s:18} {us:8.0f} us {us / floor(part, SHAPES[n]):5.2f} x floor  {one}")
+    print("\n".join(["", "fragment includes the merge; floor: bytes moved at 4.24 TB/s", *rows]), flush=True)
+
+
+def floor(part: str, shape: tuple[int, int, int, tuple[int, ...]]) -> float:
+    """us: q k v bf16 and g fp32 in, workspace out; workspace in, outputs out; w u k R in."""
+    each = {"prepare": 1284 + 1160, "scan": 1160 + 256, "fragment": 776}[part]
+    return 1e6 * shape[0] * shape[2] * each / 4.24e12
+
+
+def cut_gap() -> None:
+    """What cutting a long span changes: with fragments of bf16 and of TF32 products, against the uncut one."""
+    shape, found = SHAPES[1], {}
+    tokens, num, heads, (pieces, *_) = shape
+    for name, count, kind in (("uncut", 1, ""), ("bf16", pieces, "bf16"), ("tf32", pieces, "tf32")):
+        call, tensors = bench_call(shape, default(BF16, num * heads), count)
+        if kind == "tf32":
+            call = replace(call, kinds=replace(call.kinds, fragment=kind))
+            call = replace(call, config=replace(call.config, fragment=Launch(64, 4, 2)))
+        call.run(tensors, 0, heads, 128**-0.5)
+        found[name] = call.out, call.after
+    for name in ("bf16", "tf32"):
+        gaps = [gap(got, exact) for got, exact in zip(found[name], found["uncut"], strict=True)]
+        say(f"CUT {tokens} tokens in {pieces}, {name} fragments, against uncut: o {gaps[0]:.1e} states {gaps[1]:.1e}")
+
+
+def whole(times: dict[tuple[str, int], list[tuple[float, str]]], graph_us: Callable[..., float], until: float) -> None:
+    """All launches with the best of each kernel, and with the default, over the segments to try."""
+
+    def best(part: str, n: int, found: list[Launch]) -> Launch:
+        known = min(times.get((part, n), [(0.0, "")]))[1]
+        return next((one for one in found if str(one) == known), found[0])
+
+    for shape in SHAPES:
+        like = 0 if shape[2] == 96 else 1
+        parts = [best(p, like, f) for p, f in (("prepare", PREPARES), ("scan", SCANS), ("fragment", FRAGMENTS))]
+        for pieces in shape[3]:
+            for name, config in (("best", Config(*parts)), ("default", default(BF16, shape[2] * shape[1]))):
+                if time.monotonic() - BEGUN > until or (name == "default" and pieces != shape[3][0]):
+                    continue
+
+                def measure(shape: Any = shape, config: Config = config, pieces: int = pieces) -> float:
+                    call, tensors = bench_call(shape, config, pieces)
+                    return graph_us(partial(call.run, tensors, 0, shape[2], 0.1), samples=5, inner=2)
+
+                us = attempt(f"whole {shape[:3]}", measure)
+                if isinstance(us, float):
+                    say(f"WHOLE {shape[:3]} {pieces} segments, {name}: {us:.0f} us  {config if name == 'best' else ''}")
+
+
+def dry() -> None:
+    """No GPU: the checks at tiny sizes under the interpreter, or the compilations for Hopper."""
+    from triton import knobs
+
+    if knobs.runtime.interpret:
+        case = Case(32, F32, "cpu", 16)
+        for is_bounded in (True, False):
+            case.check(f"dry {is_bounded}", Config(Launch(16, 4, 1), Launch(16, 4, 1), Launch(16, 4, 1)), is_bounded, 2)
+        return
+    from scripts.gpu import compile_kda
+
+    with mock.patch.object(compile_kda, "cases", lambda: compile_kda.prefill_cases(variants())):
+        compile_kda.main()
+
+
+def main() -> None:
+    """See above."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--seconds", type=float, default=60)
+    parser.add_argument("--workers", type=int, default=14)
+    parser.add_argument("--dry", action="store_true")
+    args = parser.parse_args()
+    torch.manual_seed(0)
+    if args.dry:
+        dry()
+        return
+    context = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(args.workers, mp_context=context)
+    early = ((128, BF16, True), (128, F32, True), (128, BF16, False), (128, F32, False), (64, BF16, True))
+    late = ((64, F32, True), (64, BF16, False), (64, F32, False))
+    checks = {case: pool.submit(warm_check, *case) for case in early}
+    jobs = [(part, config, pool.submit(warm, part, config)) for part, config in variants()]
+    checks |= {case: pool.submit(warm_check, *case) for case in late}
+    from scripts.gpu import suspects
+
+    attempt("suspects", lambda: suspects.main(say))
+    attempt("correct", lambda: correct("cuda", checks, 0.45 * args.seconds))
+    attempt("sweep", lambda: sweep(jobs, args.seconds - 8))
+    say("end")
+    pool.shutdown(wait=False, cancel_futures=True)
+    for process in list((pool._processes or {}).values()):
+        process.terminate()
+
+
+if __name__ == "__main__":
+    main()
