@@ -19,7 +19,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from baltoro.kernels.kda import triton_chunk, triton_decode, triton_verify
+from baltoro.kernels.kda import triton_chunk, triton_decode, triton_fold
 
 HOPPER = GPUTarget("cuda", 90, 32)
 BF16, INT = "*bf16", "*i32"
