@@ -93,7 +93,7 @@ def verify(
         window.x, window.k, window.v, window.decay, window.beta,
         *(t.stride(0) for t in inputs), *_strides(history, state), bound or 0.0, weights.scale, weights.norm_eps,
         length, heads, raw.shape[-1], values, BG=MAX_WINDOW, BC=max(16, size), ROWS=tile.rows,
-        TAPS=history.shape[1] + 1, IS_BOUNDED=bound is not None,
+        TAPS=history.shape[1] + 1, AHEAD=True, IS_BOUNDED=bound is not None,
         IS_MILD=bound is not None and -bound * length <= MAX_DECAY,
         PRECISION="tf32x3" if x.dtype == torch.float32 else "tf32", num_warps=tile.warps,
     )  # fmt: skip

@@ -27,7 +27,7 @@ def conv_window(
     x, kept, weight, history, channel, live, x_row, kept_row, history_row, window: tl.constexpr, BG: tl.constexpr,
     TAPS: tl.constexpr,
 ):  # fmt: skip
-    """channel, live [2, BC] -> [2, BG, BC]: SiLU of the convolution for every token of the window, rounded to the
+    """channel, live [S, BC] -> [S, BG, BC]: SiLU of the convolution for every token of the window, rounded to the
     dtype of x, as FP32, zero where not live; copies the inputs to `kept`."""
     token, place = tl.arange(0, BG)[None, :, None], channel[:, None, :]
     mask = live[:, None, :] & (token < window)
@@ -37,9 +37,9 @@ def conv_window(
     total = value.to(tl.float32) * tl.trans(taps[TAPS - 1])[:, None, :]
     for j in tl.static_range(TAPS - 1):
         step = token + j - (TAPS - 1)
-        new = tl.load(x + step * x_row + place, mask=mask & (step >= 0), other=0.0).to(tl.float32)
-        old = tl.load(history + (token + j) * history_row + place, mask=mask & (step < 0), other=0.0).to(tl.float32)
-        total += tl.where(step >= 0, new, old) * tl.trans(taps[j])[:, None, :]
+        old = tl.load(history + (token + j) * history_row + place, mask=mask & (step < 0), other=0.0)
+        past = tl.load(x + step * x_row + place, mask=mask & (step >= 0), other=old.to(value.dtype))
+        total += past.to(tl.float32) * tl.trans(taps[j])[:, None, :]
     return (total * sigmoid(total)).to(value.dtype).to(tl.float32)
 
 
@@ -66,18 +66,18 @@ def decayed_pairs(rows, total, window: tl.constexpr, IS_MILD: tl.constexpr, PREC
 
 
 @triton.jit
-def corrections(pairs, beta, BG: tl.constexpr):
+def corrections(pairs, beta, BG: tl.constexpr, PRECISION: tl.constexpr):
     """pairs [2 BG, 2 BG], beta [2 BG] -> Y in the lower half of the first BG columns, zero elsewhere. BG is 8."""
     row, column = tl.arange(0, 2 * BG)[:, None], tl.arange(0, 2 * BG)[None, :]
     is_key, token = row < BG, row % BG
     both = tl.where(is_key, -beta[:, None], 1.0) * pairs
     both = tl.where((column < BG) & (column < token + tl.where(is_key, 0, 1)), both, 0.0)  # N over A_qk
-    power = tl.dot(both, tl.where(is_key, both, 0.0), input_precision="tf32x3")
+    power = tl.dot(both, tl.where(is_key, both, 0.0), input_precision=PRECISION)
     both += power
     power = tl.where(is_key, power, 0.0)  # N^2
-    both += tl.dot(both, power, input_precision="tf32x3")
-    power = tl.dot(power, power, input_precision="tf32x3")
-    both += tl.dot(both, power, input_precision="tf32x3")
+    both += tl.dot(both, power, input_precision=PRECISION)
+    power = tl.dot(power, power, input_precision=PRECISION)
+    both += tl.dot(both, power, input_precision=PRECISION)
     return tl.where(is_key, 0.0, both)
 
 
@@ -98,7 +98,8 @@ def verify_kernel(
     out_ptr, kept_x_ptr, k_ptr, v_ptr, decay_ptr, beta_ptr,
     x_row, raw_row, b_row, gate_row, history_slot, history_row, state_slot, bound, scale, eps,
     window: tl.constexpr, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BG: tl.constexpr, BC: tl.constexpr,
-    ROWS: tl.constexpr, TAPS: tl.constexpr, IS_BOUNDED: tl.constexpr, IS_MILD: tl.constexpr, PRECISION: tl.constexpr,
+    ROWS: tl.constexpr, TAPS: tl.constexpr, AHEAD: tl.constexpr, IS_BOUNDED: tl.constexpr, IS_MILD: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Grid (H, N). BG is 8; BC: the power of two, at least 16, for K and V; the state comes in BC / ROWS chunks."""
     CHUNKS: tl.constexpr = BC // ROWS
@@ -113,15 +114,17 @@ def verify_kernel(
         mask = (has_token & is_query)[:, None] & (place < V)[None, :]
         tl.store(out_ptr + places, tl.zeros([2 * BG, BC], tl.float32).to(out_ptr.dtype.element_ty), mask=mask)
         return
-    state = state_ptr + slot * state_slot + h * (V * K) + some[:, None] * K + place[None, :]
-    tile = tl.load(state, mask=(some < V)[:, None] & (place < K)[None, :], other=0.0)
+    state = state_ptr + slot * state_slot + h * (V * K)
+    if AHEAD:  # into the L2 cache: a value of each 32-byte sector, which nobody waits for
+        sector = tl.arange(0, BC * BC // 8) * 8
+        tl.load(state + sector, mask=sector < V * K, other=0.0, volatile=True)
 
     width, first = H * (2 * K + V), n * window
     x, kept, history = x_ptr + first * x_row, kept_x_ptr + first * width, history_ptr + slot * history_slot
     half, time = tl.arange(0, 2)[:, None], tl.arange(0, BG)[:, None]
     channel, live = tl.where(half == 0, H + h, h) * K + place[None, :], (half < 2) & (place < K)[None, :]
     rows = conv_window(x, kept, conv_ptr, history, channel, live, x_row, width, history_row, window, BG, TAPS)
-    channel, live = half * 0 + 2 * H * K + h * V + place[None, :], (half == 0) & (place < V)[None, :]
+    channel, live = 2 * H * K + h * V + place[None, :], (place < V)[None, :]
     v = conv_window(x, kept, conv_ptr, history, channel, live, x_row, width, history_row, window, BG, TAPS)
     length = 1.0 / tl.sqrt(tl.sum(rows * rows, axis=2) + 1e-6)
     rows *= (length * tl.where(half == 0, 1.0, scale))[:, :, None]
@@ -134,22 +137,21 @@ def verify_kernel(
     line = ((first + time) * H + h)[None] + half[:, :, None] * 0
     is_first = (half == 0)[:, :, None] & (time < window)[None]
     tl.store(k_ptr + line * K + place[None, None, :], rows, mask=is_first & (place < K)[None, None, :])
-    places = v_ptr + line * V + place[None, None, :]
-    tl.store(places, v.to(v_ptr.dtype.element_ty), mask=is_first & (place < V)[None, None, :])
+    places = v_ptr + ((first + time) * H + h)[None] * V + place[None, None, :]
+    tl.store(places, v.to(v_ptr.dtype.element_ty), mask=((time < window) & (place < V)[None, :])[None])
     tl.store(decay_ptr + ((first + time) * H + h) * K + place[None, :], tl.exp(g), mask=is_live)
     tl.store(beta_ptr + token * H + h, beta, mask=has_token & (is_query == 0))
 
     total = tl.cumsum(g, axis=0)
-    solved = corrections(decayed_pairs(rows, total, window, IS_MILD, PRECISION), beta, BG)
+    solved = corrections(decayed_pairs(rows, total, window, IS_MILD, PRECISION), beta, BG, PRECISION)
     left = tl.reshape(rows * tl.exp(total)[None], (2 * BG, BC))
-    v = cut_columns(tl.reshape(v, (2 * BG, BC)), CHUNKS)
+    v = cut_columns(tl.reshape(tl.broadcast_to(v, (2, BG, BC)), (2 * BG, BC)), CHUNKS)
     squares, o = tl.zeros([2 * BG], tl.float32), ()
     for c in tl.static_range(CHUNKS):
-        current = tile
-        if c + 1 < CHUNKS:
-            mask = (some + (c + 1) * ROWS < V)[:, None] & (place < K)[None, :]
-            tile = tl.load(state + (c + 1) * ROWS * K, mask=mask, other=0.0)
-        read = tl.dot(left, tl.trans(current), input_precision=PRECISION)
+        value = c * ROWS + some
+        mask = (value < V)[:, None] & (place < K)[None, :]
+        tile = tl.load(state + value[:, None] * K + place[None, :], mask=mask, other=0.0)
+        read = tl.dot(left, tl.trans(tile), input_precision=PRECISION)
         rest = tl.where(is_query[:, None], 0.0, beta[:, None] * (v[c] - read))
         o = o + (tl.dot(solved, rest, read, input_precision=PRECISION),)
         squares += tl.sum(o[c] * o[c], axis=1)
