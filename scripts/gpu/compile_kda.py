@@ -19,7 +19,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from baltoro.kernels.kda import triton_chunk, triton_decode, triton_fold
+from baltoro.kernels.kda import tiles, triton_chunk, triton_decode, triton_fold, triton_verify
 
 HOPPER = GPUTarget("cuda", 90, 32)
 BF16, INT = "*bf16", "*i32"
@@ -30,19 +30,18 @@ TOKEN_TYPES |= {"slots_ptr": "*i64", "accepted_ptr": INT}
 TOKEN_TYPES |= dict.fromkeys(("history_slot", "state_slot", "state_layer", "history_layer"), "i64")
 CHUNK_TYPES = dict.fromkeys(("chunks_ptr", "segments_ptr", "order_ptr", "spans_ptr", "fragments_ptr"), INT)
 CHUNK_TYPES |= dict.fromkeys(("v_ptr", "w_ptr", "u_ptr", "k_out_ptr", "q_in_ptr", "a_ptr", "out_ptr"), BF16)
-HEAD = {"H": 12, "K": 128, "V": 128, "BK": 128, "BV": 128, "TAPS": 4}
+HEAD = {"H": 12, "K": 128, "V": 128, "TAPS": 4}
+OPTIONS = ("num_warps", "maxnreg", "enable_fp_fusion")
 CHUNK = {"K": 128, "V": 128, "C": 64}
 
 
 def cases() -> Iterator[tuple[str, Any, dict[str, Any], dict[str, str], dict[str, Any]]]:
     """(name, kernel, constants, types, options), as `fused` and `prefill` launch them."""
-    bits = {"num_warps": 8, "enable_fp_fusion": False}
     for is_bounded in (True, False):
-        gate = {"ROWS": 4, "IS_BOUNDED": is_bounded}
-        yield "decode", triton_decode.decode_kernel, HEAD | gate | {"RECORDS": False}, TOKEN_TYPES, bits
-        window = {"window": 8, "BG": 16, "IS_BOUNDED": is_bounded, "PRECISION": "tf32"}
-        yield "verify", triton_verify.verify_kernel, HEAD | window, TOKEN_TYPES, {"num_warps": 8}
-    yield "fold", triton_decode.fold_kernel, HEAD | {"ROWS": 4}, TOKEN_TYPES, bits
+        for programs in (12, 24576):
+            yield "decode", *_head(triton_decode.decode_kernel, tiles.decode(128, programs), is_bounded)
+        yield "verify", *_head(triton_verify.verify_kernel, tiles.verify(128), is_bounded)
+    yield "fold", *_head(triton_fold.fold_kernel, tiles.fold(128), True)
     for first in (16, 1):
         kinds = {"BLOCK": 64, "FIRST": first, "KIND": "bf16", "INVERSE_KIND": "tf32"}
         yield f"prepare {first}", triton_chunk.prepare_kernel, CHUNK | kinds, CHUNK_TYPES, {"num_warps": 8}
@@ -52,6 +51,17 @@ def cases() -> Iterator[tuple[str, Any, dict[str, Any], dict[str, str], dict[str
         yield f"fragment {rows}", triton_chunk.fragment_kernel, CHUNK | fragment, CHUNK_TYPES, {"num_warps": 4}
     merge = {"K": 128, "V": 128, "BV": 16, "KIND": "tf32x3"}
     yield "merge", triton_chunk.merge_kernel, merge, CHUNK_TYPES, {"num_warps": 8}
+
+
+def _head(kernel: Any, tile: tiles.Tile | tiles.VerifyTile, is_bounded: bool) -> tuple[Any, ...]:
+    """(kernel, constants, types, options) of decode, verify or fold with this tile."""
+    every = HEAD | {"IS_BOUNDED": is_bounded, "IS_MILD": is_bounded, "RECORDS": False, "window": 8, "BG": 8}
+    every |= {"PRECISION": "tf32"} | tile.constants(128)
+    constants = {name: value for name, value in every.items() if name in kernel.arg_names}
+    options = {name: every[name] for name in OPTIONS if name in every}
+    if kernel is triton_fold.fold_kernel:
+        constants.pop("window")
+    return kernel, constants, TOKEN_TYPES, options
 
 
 def source(kernel: Any, constants: dict[str, Any], types: dict[str, str]) -> ASTSource:

@@ -1,7 +1,7 @@
 """Tiles and warps of the KDA decode, verify and fold kernels: the only place where they are chosen.
 
 Decode and fold must share `part` (it fixes the order of sums over K) and hold four values of a part in a thread, that
-is rows x part >= 128 x warps; rows and warps are free otherwise. See `triton_token`.
+is rows x part >= 128 x warps, or have one tile; rows and warps are free otherwise. See `triton_token`.
 """
 
 from __future__ import annotations
@@ -18,55 +18,69 @@ PART = 64
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """How one kernel cuts a head's state [BC, BC]."""
+    """How decode or fold cuts a head's state [BC, BC]. registers: the most a thread may have; 0: as it compiles."""
 
     part: int
     rows: int
     warps: int
+    registers: int = 0
 
     def constants(self, size: int) -> dict[str, Any]:
         """Constants and options of a launch. No choice of the compiler's which product and sum become one."""
         shape = {"BC": size, "PART": self.part, "ROWS": self.rows}
-        return {**shape, "num_warps": self.warps, "enable_fp_fusion": False}
+        return shape | _options(self.warps, self.registers) | {"enable_fp_fusion": False}
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyTile:
+    """How verify cuts it: rows of V in one product; whether it reads the state into the L2 cache at its start."""
+
+    rows: int
+    warps: int
+    registers: int = 0
+    is_ahead: bool = True
+
+    def constants(self, size: int) -> dict[str, Any]:
+        """Constants and options of a launch."""
+        return {"BC": size, "ROWS": self.rows, "AHEAD": self.is_ahead} | _options(self.warps, self.registers)
 
 
 def decode(size: int, programs: int) -> Tile:
     """size: the power of two for K and V; programs: heads x requests.
 
-    Few: the whole state in registers of 16 warps, one wait for memory. Many: chunks of 32 rows under way one ahead, in
-    programs of four warps of which several share a multiprocessor, so that one loads while another stores.
+    Few: the whole state in registers of 16 warps, one wait for memory. Many: chunks of 32 rows, one of them ahead, in
+    programs of four warps; at 96 registers five share a multiprocessor, so that some load while others store.
     """
-    part = min(PART, size)
+    if size < 128:
+        return Tile(min(PART, size), min(32, size), warps(min(32, size), size, 32))
     if programs <= SMALL:
-        return Tile(part, size, warps(size, size, 32, 16))
-    return Tile(part, min(32, size), warps(min(32, size), size, 32, 4))
+        return Tile(PART, 128, 16)
+    return Tile(PART, 32, 4, 96)
 
 
 def fold(size: int) -> Tile:
-    """Rows of V never meet: small programs, 32 state values to a thread."""
+    """Rows of V never meet: small programs of 32 state values to a thread, eight to a multiprocessor."""
     rows = min(32, size)
-    return Tile(min(PART, size), rows, warps(rows, size, 32, 4))
-
-
-@dataclass(frozen=True, slots=True)
-class VerifyTile:
-    """Rows of V in one product of the window with the state, and warps."""
-
-    rows: int
-    warps: int
+    return Tile(min(PART, size), rows, warps(rows, size, 32))
 
 
 def verify(size: int) -> VerifyTile:
-    """Chunks of 64 rows: a program's state needs not be in registers at once, so three programs share a
-    multiprocessor and 384 of them run at the same time."""
-    return VerifyTile(min(64, max(16, size)), 8 if size >= 128 else 4 if size >= 64 else 1)
+    """size: at least 16. Four warps do less in vain than eight, and at 168 registers three programs share a
+    multiprocessor, so that the 384 of 32 requests x 12 heads all run at once."""
+    if size < 128:
+        return VerifyTile(min(64, size), 4 if size == 64 else 1)
+    return VerifyTile(64, 4, 168)
 
 
-def warps(rows: int, size: int, values: int, most: int) -> int:
-    """Warps for `values` of [rows, size] in a thread: a power of two up to `most`."""
-    return max(1, min(most, rows * size // (32 * values)))
+def warps(rows: int, size: int, values: int) -> int:
+    """Warps for `values` of [rows, size] in a thread: a power of two up to 4."""
+    return max(1, min(4, rows * size // (32 * values)))
 
 
 def power_of_two(size: int) -> int:
     """The least one that is not below."""
     return 1 << (size - 1).bit_length()
+
+
+def _options(warps: int, registers: int) -> dict[str, Any]:
+    return {"num_warps": warps} | ({"maxnreg": registers} if registers else {})

@@ -66,7 +66,7 @@ def decode_kernel(
     history = history_ptr + slot * history_slot + channel
     total, past = newest.to(tl.float32) * taps[TAPS - 1], ()
     for j in tl.static_range(TAPS - 1):
-        past = past + (tl.load(history + j * history_row, mask=live, other=0.0),)
+        past += (tl.load(history + j * history_row, mask=live, other=0.0),)
         total += past[j].to(tl.float32) * taps[j]
     token = (total * sigmoid(total)).to(newest.dtype).to(tl.float32)
     token = tl.where(kind == 3, tl.exp(log_decay(raw, bias, a_log, bound, IS_BOUNDED)), token)
@@ -97,7 +97,7 @@ def decode_kernel(
             ahead = load_state(rows + (c + 1) * ROWS * K, row + (c + 1) * ROWS < V, K, PART, NP)
         decayed, u, new = advance(tile, k, v[c], decay, beta, NP)
         # S+' q = (decayed S)' q + (q k) u: the output needs no second pass over what was written
-        o = o + (dot_keys(decayed, q, NP) + q_k * u,)
+        o += (dot_keys(decayed, q, NP) + q_k * u,)
         store_state(rows + c * ROWS * K, row + c * ROWS < V, new, K, PART, NP)
         squares += tl.sum(o[c] * o[c], axis=0)
         tile = ahead

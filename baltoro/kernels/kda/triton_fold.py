@@ -70,7 +70,7 @@ def shift_history(
         old = tl.load(history + (j + count) * history_row + channel, mask=live & is_old, other=0.0)
         token = tl.where(is_old, 0, j + count - (TAPS - 1))
         new = tl.load(x + token * (H * (2 * K + V)) + channel, mask=live & (is_old == 0), other=0.0)
-        kept = kept + (tl.where(is_old, old, new.to(old.dtype)),)
+        kept += (tl.where(is_old, old, new.to(old.dtype)),)
     tl.debug_barrier()  # no thread may still have to read what another writes
     for j in tl.static_range(TAPS - 1):
         tl.store(history + j * history_row + channel, kept[j], mask=live)

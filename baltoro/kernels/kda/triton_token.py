@@ -52,7 +52,7 @@ def load_taps(weight, channel, live, TAPS: tl.constexpr, BT: tl.constexpr):
     every = tl.load(weight + channel[:, :, None] * TAPS + tap, mask=mask, other=0.0)
     taps = ()
     for j in tl.static_range(TAPS):
-        taps = taps + (tl.sum(tl.where(tap == j, every, 0.0), axis=2),)
+        taps += (tl.sum(tl.where(tap == j, every, 0.0), axis=2),)
     return taps
 
 
@@ -74,7 +74,7 @@ def load_state(rows, row_mask, K: tl.constexpr, PART: tl.constexpr, NP: tl.const
     parts = ()
     for p in tl.static_range(NP):
         mask = row_mask[:, None] & (key + p * PART < K)[None, :]
-        parts = parts + (tl.load(rows[:, None] + (key + p * PART)[None, :], mask=mask, other=0.0),)
+        parts += (tl.load(rows[:, None] + (key + p * PART)[None, :], mask=mask, other=0.0),)
     return parts
 
 
@@ -93,7 +93,7 @@ def load_keys(start, K: tl.constexpr, PART: tl.constexpr, NP: tl.constexpr, othe
     key = tl.arange(0, PART)
     parts = ()
     for p in tl.static_range(NP):
-        parts = parts + (tl.load(start + p * PART + key, mask=key + p * PART < K, other=other),)
+        parts += (tl.load(start + p * PART + key, mask=key + p * PART < K, other=other),)
     return parts
 
 
@@ -118,9 +118,9 @@ def advance(state, k, v, decay, beta, NP: tl.constexpr):
     """One token: a tile -> (decayed tile, correction u [R], new tile). The order of sums is this one."""
     decayed = ()
     for p in tl.static_range(NP):
-        decayed = decayed + (state[p] * decay[p][None, :],)
+        decayed += (state[p] * decay[p][None, :],)
     u = beta * (v - dot_keys(decayed, k, NP))
     new = ()
     for p in tl.static_range(NP):
-        new = new + (tl.fma(u[:, None], k[p][None, :], decayed[p]),)
+        new += (tl.fma(u[:, None], k[p][None, :], decayed[p]),)
     return decayed, u, new

@@ -153,7 +153,7 @@ def verify_kernel(
         tile = tl.load(state + value[:, None] * K + place[None, :], mask=mask, other=0.0)
         read = tl.dot(left, tl.trans(tile), input_precision=PRECISION)
         rest = tl.where(is_query[:, None], 0.0, beta[:, None] * (v[c] - read))
-        o = o + (tl.dot(solved, rest, read, input_precision=PRECISION),)
+        o += (tl.dot(solved, rest, read, input_precision=PRECISION),)
         squares += tl.sum(o[c] * o[c], axis=1)
     norm = 1.0 / tl.sqrt(squares / V + eps)[:, None]
     for c in tl.static_range(CHUNKS):
