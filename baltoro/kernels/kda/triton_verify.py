@@ -82,17 +82,6 @@ def corrections(pairs, beta, BG: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def cut_columns(x, COUNT: tl.constexpr):
-    """[M, N] -> a tuple of COUNT (1, 2, 4, 8) tiles of neighbouring columns."""
-    if COUNT == 1:
-        pieces = (x,)
-    else:
-        first, second = tl.split(tl.permute(tl.reshape(x, (x.shape[0], 2, x.shape[1] // 2)), (0, 2, 1)))
-        pieces = cut_columns(first, COUNT // 2) + cut_columns(second, COUNT // 2)
-    return pieces
-
-
-@triton.jit
 def verify_kernel(
     x_ptr, raw_ptr, b_ptr, gate_ptr, conv_ptr, a_log_ptr, bias_ptr, norm_ptr, history_ptr, state_ptr, slots_ptr,
     out_ptr, kept_x_ptr, k_ptr, v_ptr, decay_ptr, beta_ptr,
@@ -145,14 +134,16 @@ def verify_kernel(
     total = tl.cumsum(g, axis=0)
     solved = corrections(decayed_pairs(rows, total, window, IS_MILD, PRECISION), beta, BG, PRECISION)
     left = tl.reshape(rows * tl.exp(total)[None], (2 * BG, BC))
-    v = cut_columns(tl.reshape(tl.broadcast_to(v, (2, BG, BC)), (2 * BG, BC)), CHUNKS)
+    tl.debug_barrier()  # v comes back from where it was recorded: a cheap way into the product's layout
     squares, o = tl.zeros([2 * BG], tl.float32), ()
     for c in tl.static_range(CHUNKS):
         value = c * ROWS + some
         mask = (value < V)[:, None] & (place < K)[None, :]
         tile = tl.load(state + value[:, None] * K + place[None, :], mask=mask, other=0.0)
+        places = v_ptr + (token[:, None] * H + h) * V + value[None, :]
+        v = tl.load(places, mask=has_token[:, None] & (value < V)[None, :], other=0.0).to(tl.float32)
         read = tl.dot(left, tl.trans(tile), input_precision=PRECISION)
-        rest = tl.where(is_query[:, None], 0.0, beta[:, None] * (v[c] - read))
+        rest = tl.where(is_query[:, None], 0.0, beta[:, None] * (v - read))
         o += (tl.dot(solved, rest, read, input_precision=PRECISION),)
         squares += tl.sum(o[c] * o[c], axis=1)
     norm = 1.0 / tl.sqrt(squares / V + eps)[:, None]
