@@ -40,7 +40,7 @@ def cases() -> Iterator[tuple[str, Any, dict[str, Any], dict[str, str], dict[str
     for is_bounded in (True, False):
         for programs in (12, 24576):
             yield "decode", *_head(triton_decode.decode_kernel, tiles.decode(128, programs), is_bounded)
-        yield "verify", *_head(triton_verify.verify_kernel, tiles.verify(128), is_bounded)
+            yield "verify", *_head(triton_verify.verify_kernel, tiles.verify(128, programs), is_bounded)
     yield "fold", *_head(triton_fold.fold_kernel, tiles.fold(128), True)
     for first in (16, 1):
         kinds = {"BLOCK": 64, "FIRST": first, "KIND": "bf16", "INVERSE_KIND": "tf32"}

@@ -58,9 +58,9 @@ def jobs() -> Iterator[Job]:
     yield from (Job("decode", tile, (12, 96)) for tile in many)
     yield from (Job("decode", tile, (12, 96)) for tile in few)
     for verify in (
-        VerifyTile(64, 4, 168), VerifyTile(64, 8, 128), VerifyTile(32, 4, 168), VerifyTile(64, 4, 168, False),
-        VerifyTile(64, 8, 80), VerifyTile(128, 8, 128), VerifyTile(32, 4, 128), VerifyTile(128, 4, 168),
-        VerifyTile(64, 4), VerifyTile(64, 8, 128, False), VerifyTile(64, 8), VerifyTile(64, 16, 64),
+        VerifyTile(64, 4, 168), VerifyTile(128, 4, 168), VerifyTile(64, 8, 128), VerifyTile(128, 8, 128),
+        VerifyTile(32, 4, 168), VerifyTile(64, 4, 168, False), VerifyTile(32, 4, 128), VerifyTile(64, 4, 128),
+        VerifyTile(128, 4, 168, False), VerifyTile(64, 8, 128, False), VerifyTile(64, 8, 80), VerifyTile(128, 16, 64),
     ):  # fmt: skip
         yield Job("verify", verify, (12,))
     for fold in (
@@ -75,7 +75,7 @@ def use(job: Job) -> None:
     """Make `fused` launch this variant; a fold's chain is decoded with the decode tile of its part."""
     if isinstance(job.tile, VerifyTile):
         verify = job.tile
-        tiles.verify = lambda size: verify
+        tiles.verify = lambda size, programs: verify
         return
     tile = job.tile
     if job.name == "decode":

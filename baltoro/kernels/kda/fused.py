@@ -92,7 +92,7 @@ def verify(
         window.x, window.k, window.v, window.decay, window.beta,
         *(t.stride(0) for t in inputs), *_strides(history, state), bound or 0.0, weights.scale, weights.norm_eps,
         length, heads, raw.shape[-1], values, BG=MAX_WINDOW, TAPS=history.shape[1] + 1,
-        **tiles.verify(size).constants(size), IS_BOUNDED=bound is not None,
+        **tiles.verify(size, heads * num).constants(size), IS_BOUNDED=bound is not None,
         IS_MILD=bound is not None and -bound * length <= MAX_DECAY,
         PRECISION="tf32x3" if x.dtype == torch.float32 else "tf32",
     )  # fmt: skip

@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-# programs up to which a launch counts as small: about one to a multiprocessor, so that latency is all
-SMALL = 160
+# programs up to which a launch counts as small: one to a multiprocessor of an H200, so that latency is all
+SMALL = 132
 # keys of a part. 64: four shuffles for two rows where one part of 128 takes ten, and 24 registers for q, k and decay
 # where parts of 32 take 48
 PART = 64
@@ -64,12 +64,13 @@ def fold(size: int) -> Tile:
     return Tile(min(PART, size), rows, warps(rows, size, 32))
 
 
-def verify(size: int) -> VerifyTile:
-    """size: at least 16. Four warps do less in vain than eight, and at 168 registers three programs share a
-    multiprocessor, so that the 384 of 32 requests x 12 heads all run at once."""
+def verify(size: int, programs: int) -> VerifyTile:
+    """size: at least 16. Few programs: eight warps and one wait for the state. Many: four warps, which do less in vain;
+    at 168 registers three programs share a multiprocessor, so that the 384 of 32 requests x 12 heads all run at once.
+    """
     if size < 128:
         return VerifyTile(min(64, size), 4 if size == 64 else 1)
-    return VerifyTile(64, 4, 168)
+    return VerifyTile(128, 8, 128) if programs <= SMALL else VerifyTile(64, 4, 168)
 
 
 def warps(rows: int, size: int, values: int) -> int:

@@ -1,4 +1,5 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+# mypy: disable-error-code="assignment"
 """Triton kernel that advances states of all layers by the accepted tokens of a draft window.
 
 A program owns ROWS rows of a head's state: rows of V never meet, and small programs keep many loads under way. The
