@@ -8,7 +8,8 @@ bits wide. Slot 0 is the sink: its programs write zeros to the output and touch 
 
 What comes before the state (convolution, gate, L2 norm) is one tile [BC, 4] of q, k, v and decay, a value or four to
 a thread: computed in the state's layout it would be repeated in every warp and cost more than the state. Loads that do
-not wait for the slot come first, then the state's first chunk, which travels while the rest is computed.
+not wait for the slot come first, then the history, then the state's first chunk, which travels while the rest is
+computed.
 Launched by `fused`; needs triton. Source: spec/kernels.md A.1.
 """
 
@@ -21,10 +22,12 @@ from baltoro.kernels.kda.triton_token import (
     advance,
     cut,
     dot_keys,
+    glue,
     load_state,
     load_taps,
     log_decay,
     sigmoid,
+    split_taps,
     store_state,
 )
 
@@ -56,18 +59,21 @@ def decode_kernel(
     gate = tl.load(gate_ptr + n * gate_row + h * V + values, mask=has_value, other=0.0).to(tl.float32)
     weight = tl.load(norm_ptr + values, mask=has_value, other=0.0)
     out = out_ptr + (n * H + h) * V + values
-    taps = load_taps(conv_ptr, channel, live, TAPS, BT)
+    every = load_taps(conv_ptr, channel, live, TAPS, BT)
     if slot == 0:
         tl.store(out, tl.zeros([BC], tl.float32).to(out_ptr.dtype.element_ty), mask=has_value)
         return
 
+    history = history_ptr + slot * history_slot + channel
+    past = ()
+    for j in tl.static_range(TAPS - 1):
+        past += (tl.load(history + j * history_row, mask=live, other=0.0),)
     row = tl.arange(0, ROWS)
     rows = state_ptr + slot * state_slot + h * (V * K) + row * K
     tile = load_state(rows, row < V, K, PART, NP)
-    history = history_ptr + slot * history_slot + channel
-    total, past = newest.to(tl.float32) * taps[TAPS - 1], ()
+    taps = split_taps(every, TAPS)
+    total = newest.to(tl.float32) * taps[TAPS - 1]
     for j in tl.static_range(TAPS - 1):
-        past += (tl.load(history + j * history_row, mask=live, other=0.0),)
         total += past[j].to(tl.float32) * taps[j]
     token = (total * sigmoid(total)).to(newest.dtype).to(tl.float32)
     token = tl.where(kind == 3, tl.exp(log_decay(raw, bias, a_log, bound, IS_BOUNDED)), token)
@@ -91,7 +97,7 @@ def decode_kernel(
     q, v = tl.split(first)
     k, decay = tl.split(second)
     q, k, decay, v = cut(q, NP), cut(k, NP), cut(decay, NP), cut(v, CHUNKS)
-    q_k, squares, o = dot_keys(q, k, NP), 0.0, ()
+    q_k, o = dot_keys(q, k, NP), ()
     for c in tl.static_range(CHUNKS):
         ahead = tile
         if c + 1 < CHUNKS:
@@ -100,10 +106,7 @@ def decode_kernel(
         # S+' q = (decayed S)' q + (q k) u: the output needs no second pass over what was written
         o += (dot_keys(decayed, q, NP) + q_k * u,)
         store_state(rows + c * ROWS * K, row + c * ROWS < V, new, K, PART, NP)
-        squares += tl.sum(o[c] * o[c], axis=0)
         tile = ahead
-    norm = (1.0 / tl.sqrt(squares / V + eps)) * weight * sigmoid(gate)
-    norm = cut(norm, CHUNKS)
-    for c in tl.static_range(CHUNKS):
-        result = (o[c] * norm[c]).to(out_ptr.dtype.element_ty)
-        tl.store(out_ptr + (n * H + h) * V + c * ROWS + row, result, mask=row + c * ROWS < V)
+    o = glue(o, 0, CHUNKS)
+    o *= (1.0 / tl.sqrt(tl.sum(o * o, axis=0) / V + eps)) * weight * sigmoid(gate)
+    tl.store(out, o.to(out_ptr.dtype.element_ty), mask=has_value)

@@ -46,11 +46,17 @@ def log_decay(raw, bias, a_log, bound, IS_BOUNDED: tl.constexpr):
 
 @triton.jit
 def load_taps(weight, channel, live, TAPS: tl.constexpr, BT: tl.constexpr):
-    """Weights [C, TAPS] of a tile of channels [A, B] -> a tuple of TAPS tiles; a channel's taps are one access.
+    """Weights [C, TAPS] of a tile of channels [A, B] -> [A, B, BT], a channel's taps in one access.
     BT: the power of two for TAPS."""
     tap = tl.arange(0, BT)[None, None, :]
     mask = live[:, :, None] & (tap < TAPS)
-    every = tl.load(weight + channel[:, :, None] * TAPS + tap, mask=mask, other=0.0)
+    return tl.load(weight + channel[:, :, None] * TAPS + tap, mask=mask, other=0.0)
+
+
+@triton.jit
+def split_taps(every, TAPS: tl.constexpr):
+    """[A, B, BT] -> a tuple of TAPS tiles."""
+    tap = tl.arange(0, every.shape[2])[None, None, :]
     taps = ()
     for j in tl.static_range(TAPS):
         taps += (tl.sum(tl.where(tap == j, every, 0.0), axis=2),)
@@ -66,6 +72,17 @@ def cut(x, COUNT: tl.constexpr):
         first, second = tl.split(tl.permute(tl.reshape(x, (2, x.shape[0] // 2)), (1, 0)))
         pieces = cut(first, COUNT // 2) + cut(second, COUNT // 2)
     return pieces
+
+
+@triton.jit
+def glue(pieces, START: tl.constexpr, COUNT: tl.constexpr):
+    """The inverse of `cut` for COUNT pieces from START on."""
+    if COUNT == 1:
+        whole = pieces[START]
+    else:
+        first, second = glue(pieces, START, COUNT // 2), glue(pieces, START + COUNT // 2, COUNT // 2)
+        whole = tl.reshape(tl.permute(tl.join(first, second), (1, 0)), (2 * first.shape[0],))
+    return whole
 
 
 @triton.jit

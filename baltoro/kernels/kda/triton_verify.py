@@ -20,7 +20,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from baltoro.kernels.kda.triton_token import load_taps, log_decay, sigmoid
+from baltoro.kernels.kda.triton_token import load_taps, log_decay, sigmoid, split_taps
 
 
 @triton.jit
@@ -32,7 +32,8 @@ def conv_window(
     dtype of x, as FP32, zero where not live; copies the inputs to `kept`."""
     token, place = tl.arange(0, BG)[None, :, None], channel[:, None, :]
     mask = live[:, None, :] & (token < window)
-    taps = load_taps(weight, tl.trans(channel), tl.trans(live), TAPS, triton.next_power_of_2(TAPS))
+    every = load_taps(weight, tl.trans(channel), tl.trans(live), TAPS, triton.next_power_of_2(TAPS))
+    taps = split_taps(every, TAPS)
     value = tl.load(x + token * x_row + place, mask=mask, other=0.0)
     tl.store(kept + token * kept_row + place, value, mask=mask)
     total = value.to(tl.float32) * tl.trans(taps[TAPS - 1])[:, None, :]
@@ -138,7 +139,7 @@ def verify_kernel(
     solved = corrections(decayed_pairs(rows, total, window, IS_MILD, PRECISION), beta, BG, PRECISION)
     left = tl.reshape(rows * tl.exp(total)[None], (2 * BG, BC))
     tl.debug_barrier()  # v comes back from where it was recorded: a cheap way into the product's layout
-    squares, o, half = tl.zeros([BG], tl.float32), (), tl.arange(0, 2)[:, None, None]
+    squares, o, half = tl.zeros([BG, ROWS], tl.float32), (), tl.arange(0, 2)[:, None, None]
     for c in tl.static_range(CHUNKS):
         value = c * ROWS + some
         mask = (place < K)[:, None] & (value < V)[None, :]
@@ -149,8 +150,8 @@ def verify_kernel(
         rest = tl.where(is_query[:, None], 0.0, beta[:, None] * (v - read))
         both = tl.reshape(tl.dot(solved, rest, read, input_precision=PRECISION), (2, BG, ROWS))
         o += (tl.sum(tl.where(half == 1, both, 0.0), axis=0),)
-        squares += tl.sum(o[c] * o[c], axis=1)
-    norm = 1.0 / tl.sqrt(squares / V + eps)[:, None]
+        squares += o[c] * o[c]
+    norm = 1.0 / tl.sqrt(tl.sum(squares, axis=1) / V + eps)[:, None]
     for c in tl.static_range(CHUNKS):
         value = c * ROWS + some[None, :]
         mask = (time < window) & (value < V)
