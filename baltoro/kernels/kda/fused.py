@@ -86,13 +86,14 @@ def verify(
     if num == 0 or length == 0:
         return out
     inputs = [_rows(t, num * length) for t in (x, raw, b, gate)]
-    size, bound = max(2 * MAX_WINDOW, _size(state)), weights.lower_bound
+    size, bound, keys = max(2 * MAX_WINDOW, _size(state)), weights.lower_bound, raw.shape[-1]
+    # the interpreter has no assembly
+    tile = tiles.verify(size, heads * num).constants(size, can_be_ahead=state.is_cuda and keys == values == size)
     verify_kernel[(heads, num)](
         *inputs, *_weights(weights), history, state, slots, out,
         window.x, window.k, window.v, window.decay, window.beta,
         *(t.stride(0) for t in inputs), *_strides(history, state), bound or 0.0, weights.scale, weights.norm_eps,
-        length, heads, raw.shape[-1], values, BG=MAX_WINDOW, TAPS=history.shape[1] + 1,
-        **tiles.verify(size, heads * num).constants(size), IS_BOUNDED=bound is not None,
+        length, heads, keys, values, BG=MAX_WINDOW, TAPS=history.shape[1] + 1, **tile, IS_BOUNDED=bound is not None,
         IS_MILD=bound is not None and -bound * length <= MAX_DECAY,
         PRECISION="tf32x3" if x.dtype == torch.float32 else "tf32",
     )  # fmt: skip

@@ -33,16 +33,17 @@ class Tile:
 
 @dataclass(frozen=True, slots=True)
 class VerifyTile:
-    """How verify cuts it: rows of V in one product; whether it reads the state into the L2 cache at its start."""
+    """How verify cuts it: rows of V in one product; whether it fetches the state into the L2 cache at its start."""
 
     rows: int
     warps: int
     registers: int = 0
     is_ahead: bool = True
 
-    def constants(self, size: int) -> dict[str, Any]:
+    def constants(self, size: int, *, can_be_ahead: bool = True) -> dict[str, Any]:
         """Constants and options of a launch."""
-        return {"BC": size, "ROWS": self.rows, "AHEAD": self.is_ahead} | _options(self.warps, self.registers)
+        shape = {"BC": size, "ROWS": self.rows, "AHEAD": self.is_ahead and can_be_ahead}
+        return shape | _options(self.warps, self.registers)
 
 
 def decode(size: int, programs: int) -> Tile:

@@ -33,6 +33,35 @@ from baltoro.kernels.kda.triton_token import (
 
 
 @triton.jit
+def record(token, k_ptr, v_ptr, decay_ptr, line, K: tl.constexpr, V: tl.constexpr):
+    """Write k, v and decay of a tile [BC, (q, k, v, decay)]; line: row of the records."""
+    kind, place = tl.arange(0, 4)[None, :], tl.arange(0, token.shape[0])[:, None]
+    tl.store(k_ptr + line * K + place + kind * 0, token, mask=(kind == 1) & (place < K))
+    tl.store(v_ptr + line * V + place + kind * 0, token.to(v_ptr.dtype.element_ty), mask=(kind == 2) & (place < V))
+    tl.store(decay_ptr + line * K + place + kind * 0, token, mask=(kind == 3) & (place < K))
+
+
+@triton.jit
+def move(
+    tile, rows, q, k, v, decay, beta, K: tl.constexpr, V: tl.constexpr, PART: tl.constexpr, NP: tl.constexpr,
+    ROWS: tl.constexpr, CHUNKS: tl.constexpr,
+):  # fmt: skip
+    """Move a head's state by one token, in place -> its answer to q [CHUNKS x ROWS]. tile: the first chunk, loaded;
+    rows: pointers to its rows; v: a tuple of chunks."""
+    row, q_k, o = tl.arange(0, ROWS), dot_keys(q, k, NP), ()
+    for c in tl.static_range(CHUNKS):
+        ahead = tile
+        if c + 1 < CHUNKS:
+            ahead = load_state(rows + (c + 1) * ROWS * K, row + (c + 1) * ROWS < V, K, PART, NP)
+        decayed, u, new = advance(tile, k, v[c], decay, beta, NP)
+        # S+' q = (decayed S)' q + (q k) u: the output needs no second pass over what was written
+        o += (dot_keys(decayed, q, NP) + q_k * u,)
+        store_state(rows + c * ROWS * K, row + c * ROWS < V, new, K, PART, NP)
+        tile = ahead
+    return glue(o, 0, CHUNKS)
+
+
+@triton.jit
 def decode_kernel(
     x_ptr, raw_ptr, b_ptr, gate_ptr, conv_ptr, a_log_ptr, bias_ptr, norm_ptr, history_ptr, state_ptr, slots_ptr,
     out_ptr, k_ptr, v_ptr, decay_ptr, beta_ptr,
@@ -68,9 +97,8 @@ def decode_kernel(
     past = ()
     for j in tl.static_range(TAPS - 1):
         past += (tl.load(history + j * history_row, mask=live, other=0.0),)
-    row = tl.arange(0, ROWS)
-    rows = state_ptr + slot * state_slot + h * (V * K) + row * K
-    tile = load_state(rows, row < V, K, PART, NP)
+    rows = state_ptr + slot * state_slot + h * (V * K) + tl.arange(0, ROWS) * K
+    tile = load_state(rows, tl.arange(0, ROWS) < V, K, PART, NP)
     taps = split_taps(every, TAPS)
     total = newest.to(tl.float32) * taps[TAPS - 1]
     for j in tl.static_range(TAPS - 1):
@@ -85,28 +113,14 @@ def decode_kernel(
     if TAPS > 1:
         tl.store(history + (TAPS - 2) * history_row, newest.to(history_ptr.dtype.element_ty), mask=live)
     if RECORDS:
-        line = n * H + h
-        one = kind == 1
-        tl.store(k_ptr + line * K + place + kind * 0, token, mask=one & (place < K))
-        tl.store(v_ptr + line * V + place + kind * 0, token.to(v_ptr.dtype.element_ty), mask=live & (kind == 2))
-        tl.store(decay_ptr + line * K + place + kind * 0, token, mask=has_gate)
-        tl.store(beta_ptr + line, beta)
+        record(token, k_ptr, v_ptr, decay_ptr, n * H + h, K, V)
+        tl.store(beta_ptr + n * H + h, beta)
 
     # [BC, 4] -> [BC, (q k | v decay)] and apart
     first, second = tl.split(tl.reshape(token, (BC, 2, 2)))
     q, v = tl.split(first)
     k, decay = tl.split(second)
-    q, k, decay, v = cut(q, NP), cut(k, NP), cut(decay, NP), cut(v, CHUNKS)
-    q_k, o = dot_keys(q, k, NP), ()
-    for c in tl.static_range(CHUNKS):
-        ahead = tile
-        if c + 1 < CHUNKS:
-            ahead = load_state(rows + (c + 1) * ROWS * K, row + (c + 1) * ROWS < V, K, PART, NP)
-        decayed, u, new = advance(tile, k, v[c], decay, beta, NP)
-        # S+' q = (decayed S)' q + (q k) u: the output needs no second pass over what was written
-        o += (dot_keys(decayed, q, NP) + q_k * u,)
-        store_state(rows + c * ROWS * K, row + c * ROWS < V, new, K, PART, NP)
-        tile = ahead
-    o = glue(o, 0, CHUNKS)
+    q, k, decay = cut(q, NP), cut(k, NP), cut(decay, NP)
+    o = move(tile, rows, q, k, cut(v, CHUNKS), decay, beta, K, V, PART, NP, ROWS, CHUNKS)
     o *= (1.0 / tl.sqrt(tl.sum(o * o, axis=0) / V + eps)) * weight * sigmoid(gate)
     tl.store(out, o.to(out_ptr.dtype.element_ty), mask=has_value)

@@ -22,6 +22,15 @@ import triton.language as tl
 
 from baltoro.kernels.kda.triton_token import load_taps, log_decay, sigmoid, split_taps
 
+PREFETCH = tl.constexpr("prefetch.global.L2 [$1]; mov.u32 $0, 0;")
+
+
+@triton.jit
+def ahead(start, VALUES: tl.constexpr):
+    """Fetch FP32 values into the L2 cache: an address every 64 bytes."""
+    address = (start + tl.arange(0, VALUES // 16) * 16).to(tl.int64, bitcast=True)
+    tl.inline_asm_elementwise(PREFETCH, "=r,l", [address], dtype=tl.int32, is_pure=False, pack=1)
+
 
 @triton.jit
 def conv_window(
@@ -43,6 +52,20 @@ def conv_window(
         past = tl.load(x + step * x_row + place, mask=mask & (step >= 0), other=old.to(value.dtype))
         total += past.to(tl.float32) * tl.trans(taps[j])[:, None, :]
     return (total * sigmoid(total)).to(value.dtype).to(tl.float32)
+
+
+@triton.jit
+def window_decay(
+    raw, raw_row, bias, a_log, bound, window: tl.constexpr, K: tl.constexpr, BG: tl.constexpr, BC: tl.constexpr,
+    IS_BOUNDED: tl.constexpr,
+):  # fmt: skip
+    """Log-decays [BG, BC] of the window; zero where there is no token or key."""
+    time, place = tl.arange(0, BG)[:, None], tl.arange(0, BC)
+    live = (time < window) & (place < K)[None, :]
+    value = tl.load(raw + time * raw_row + place[None, :], mask=live, other=0.0).to(tl.float32)
+    every = tl.load(bias + place, mask=place < K, other=0.0)[None, :]
+    g = tl.where(live, log_decay(value, every, a_log, bound, IS_BOUNDED), 0.0)
+    return tl.max(g[None], axis=0)  # of one: what passes a reduction is not computed again in another layout
 
 
 @triton.jit
@@ -84,6 +107,35 @@ def corrections(pairs, beta, BG: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @triton.jit
+def record(
+    rows, v, decay, k_ptr, v_ptr, decay_ptr, line, window: tl.constexpr, K: tl.constexpr, V: tl.constexpr
+):  # fmt: skip
+    """Write keys (rows [2, BG, BC], the first half), v [1, BG, BC] and decay [BG, BC]; line [BG, 1]: their rows."""
+    half, place = tl.arange(0, 2)[:, None, None], tl.arange(0, decay.shape[1])[None, :]
+    has_token = (tl.arange(0, decay.shape[0]) < window)[:, None]
+    has_key, keys = has_token & (place < K), line * K + place
+    tl.store(k_ptr + keys[None] + half * 0, rows, mask=(half == 0) & has_key[None])
+    tl.store(v_ptr + (line * V + place)[None], v.to(v_ptr.dtype.element_ty), mask=(has_token & (place < V))[None])
+    tl.store(decay_ptr + keys, decay, mask=has_key)
+
+
+@triton.jit
+def write(
+    o, squares, gate, gate_row, norm, out, out_row, eps, window: tl.constexpr, V: tl.constexpr, CHUNKS: tl.constexpr
+):  # fmt: skip
+    """Gated RMSNorm of a tuple of chunks o [BG, ROWS]; squares [BG, ROWS]: their sum of squares, column by column."""
+    ROWS: tl.constexpr = squares.shape[1]
+    time = tl.arange(0, squares.shape[0])[:, None]
+    scale = 1.0 / tl.sqrt(tl.sum(squares, axis=1) / V + eps)[:, None]
+    for c in tl.static_range(CHUNKS):
+        value = c * ROWS + tl.arange(0, ROWS)[None, :]
+        mask = (time < window) & (value < V)
+        opened = sigmoid(tl.load(gate + time * gate_row + value, mask=mask, other=0.0).to(tl.float32))
+        result = o[c] * scale * tl.load(norm + value, mask=value < V, other=0.0) * opened
+        tl.store(out + time * out_row + value, result.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
 def verify_kernel(
     x_ptr, raw_ptr, b_ptr, gate_ptr, conv_ptr, a_log_ptr, bias_ptr, norm_ptr, history_ptr, state_ptr, slots_ptr,
     out_ptr, kept_x_ptr, k_ptr, v_ptr, decay_ptr, beta_ptr,
@@ -92,7 +144,8 @@ def verify_kernel(
     ROWS: tl.constexpr, TAPS: tl.constexpr, AHEAD: tl.constexpr, IS_BOUNDED: tl.constexpr, IS_MILD: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Grid (H, N). BG is 8; BC: the power of two, at least 16, for K and V; the state comes in BC / ROWS chunks."""
+    """Grid (H, N). BG is 8; BC: the power of two, at least 16, for K and V; the state comes in BC / ROWS chunks.
+    AHEAD: fetch the state into the L2 cache at the start; K and V are 128, and no interpreter (it has no assembly)."""
     CHUNKS: tl.constexpr = BC // ROWS
     h, n = tl.program_id(0), tl.program_id(1).to(tl.int64)
     row, place, some = tl.arange(0, 2 * BG), tl.arange(0, BC), tl.arange(0, ROWS)
@@ -107,9 +160,8 @@ def verify_kernel(
         tl.store(out_ptr + places, tl.zeros([BG, BC], tl.float32).to(out_ptr.dtype.element_ty), mask=mask)
         return
     state = state_ptr + slot * state_slot + h * (V * K)
-    if AHEAD:  # into the L2 cache: a value of each 32-byte sector, which nobody waits for
-        sector = tl.arange(0, BC * BC // 8) * 8
-        tl.load(state + sector, mask=sector < V * K, other=0.0, volatile=True)
+    if AHEAD:  # into the L2 cache, without a register that waits for it
+        ahead(state, BC * BC)
 
     width = H * (2 * K + V)
     x, kept, history = x_ptr + first * x_row, kept_x_ptr + first * width, history_ptr + slot * history_slot
@@ -120,19 +172,11 @@ def verify_kernel(
     v = conv_window(x, kept, conv_ptr, history, channel, live, x_row, width, history_row, window, BG, TAPS)
     length = 1.0 / tl.sqrt(tl.sum(rows * rows, axis=2) + 1e-6)
     rows *= (length * tl.where(half == 0, 1.0, scale))[:, :, None]
-    is_live = (time < window) & (place < K)[None, :]
-    raw = tl.load(raw_ptr + (first + time) * raw_row + h * K + place[None, :], mask=is_live, other=0.0).to(tl.float32)
-    bias = tl.load(bias_ptr + h * K + place, mask=place < K, other=0.0)[None, :]
-    g = tl.where(is_live, log_decay(raw, bias, tl.load(a_log_ptr + h), bound, IS_BOUNDED), 0.0)
-    g = tl.max(g[None], axis=0)  # of one: what passes a reduction is not computed a second time in another layout
+    a_log, raw = tl.load(a_log_ptr + h), raw_ptr + first * raw_row + h * K
+    g = window_decay(raw, raw_row, bias_ptr + h * K, a_log, bound, window, K, BG, BC, IS_BOUNDED)
     beta = sigmoid(tl.load(b_ptr + token * b_row + h, mask=has_token, other=0.0).to(tl.float32))
 
-    line = ((first + time) * H + h)[None] + half[:, :, None] * 0
-    is_first = (half == 0)[:, :, None] & (time < window)[None]
-    tl.store(k_ptr + line * K + place[None, None, :], rows, mask=is_first & (place < K)[None, None, :])
-    places = v_ptr + ((first + time) * H + h)[None] * V + place[None, None, :]
-    tl.store(places, v.to(v_ptr.dtype.element_ty), mask=((time < window) & (place < V)[None, :])[None])
-    tl.store(decay_ptr + ((first + time) * H + h) * K + place[None, :], tl.exp(g), mask=is_live)
+    record(rows, v, tl.exp(g), k_ptr, v_ptr, decay_ptr, (first + time) * H + h, window, K, V)
     tl.store(beta_ptr + token * H + h, beta, mask=has_token & (is_query == 0))
 
     total = tl.cumsum(g, axis=0)
@@ -151,11 +195,5 @@ def verify_kernel(
         both = tl.reshape(tl.dot(solved, rest, read, input_precision=PRECISION), (2, BG, ROWS))
         o += (tl.sum(tl.where(half == 1, both, 0.0), axis=0),)
         squares += o[c] * o[c]
-    norm = 1.0 / tl.sqrt(tl.sum(squares, axis=1) / V + eps)[:, None]
-    for c in tl.static_range(CHUNKS):
-        value = c * ROWS + some[None, :]
-        mask = (time < window) & (value < V)
-        gate = tl.load(gate_ptr + (first + time) * gate_row + h * V + value, mask=mask, other=0.0).to(tl.float32)
-        result = o[c] * norm * tl.load(norm_ptr + value, mask=value < V, other=0.0) * sigmoid(gate)
-        places = out_ptr + ((first + time) * H + h) * V + value
-        tl.store(places, result.to(out_ptr.dtype.element_ty), mask=mask)
+    gate, out = gate_ptr + first * gate_row + h * V, out_ptr + (first * H + h) * V
+    write(o, squares, gate, gate_row, norm_ptr, out, H * V, eps, window, V, CHUNKS)
