@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 
 import torch
 from torch import Tensor
@@ -41,7 +42,7 @@ class Job:
 
 
 def jobs() -> Iterator[Job]:
-    """The most promising first."""
+    """The most promising of each operation first, in turns: time may be up before the last."""
     many = [
         Tile(64, 32, 4, 96), Tile(64, 16, 4, 80), Tile(64, 64, 4, 128), Tile(64, 32, 4), Tile(64, 128, 8, 128),
         Tile(64, 64, 8, 80), Tile(32, 32, 4, 128), Tile(64, 32, 4, 80), Tile(128, 32, 4, 96), Tile(64, 32, 2, 168),
@@ -55,20 +56,24 @@ def jobs() -> Iterator[Job]:
         Tile(32, 128, 16),
         Tile(32, 128, 8),
     ]
-    yield from (Job("decode", tile, (12, 96)) for tile in many)
-    yield from (Job("decode", tile, (12, 96)) for tile in few)
-    for verify in (
+    verifies = [
         VerifyTile(64, 4, 168), VerifyTile(128, 4, 168), VerifyTile(64, 8, 128), VerifyTile(128, 8, 128),
         VerifyTile(32, 4, 168), VerifyTile(64, 4, 168, False), VerifyTile(32, 4, 128), VerifyTile(64, 4, 128),
         VerifyTile(128, 4, 168, False), VerifyTile(64, 8, 128, False), VerifyTile(64, 8, 80), VerifyTile(128, 16, 64),
-    ):  # fmt: skip
-        yield Job("verify", verify, (12,))
-    for fold in (
+    ]  # fmt: skip
+    folds = [
         Tile(64, 32, 4), Tile(64, 16, 4), Tile(64, 64, 4), Tile(64, 64, 8), Tile(32, 32, 4), Tile(32, 64, 4, 128),
         Tile(64, 16, 2), Tile(64, 32, 2), Tile(64, 32, 4, 56), Tile(32, 16, 4), Tile(64, 128, 8), Tile(32, 32, 4, 80),
         Tile(128, 32, 4),
-    ):  # fmt: skip
-        yield Job("fold", fold, (12,))
+    ]  # fmt: skip
+    groups: list[list[Job]] = [
+        [Job("decode", tile, (12, 96)) for tile in many],
+        [Job("decode", tile, (12, 96)) for tile in few],
+        [Job("verify", tile, (12,)) for tile in verifies],
+        [Job("fold", tile, (12,)) for tile in folds],
+    ]
+    for turn in zip_longest(*groups):
+        yield from (job for job in turn if job)
 
 
 def use(job: Job) -> None:
