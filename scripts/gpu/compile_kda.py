@@ -20,7 +20,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from baltoro.kernels.kda import launch, triton_chunk, triton_decode, triton_prepare, triton_verify
+from baltoro.kernels.kda import launch, tiles, triton_chunk, triton_decode, triton_fold, triton_prepare, triton_verify
 
 HOPPER = GPUTarget("cuda", 90, 32)
 BF16, INT = "*bf16", "*i32"
@@ -36,19 +36,18 @@ EXACT_TYPES = {name: "*fp32" if kind in (BF16, "*fp16") else kind for name, kind
 CHUNK_TYPES |= {"q_ptr": BF16, "k_ptr": BF16}
 # what a program may have
 SHARED_LIMIT = 232448
-HEAD = {"H": 12, "K": 128, "V": 128, "BK": 128, "BV": 128, "TAPS": 4}
+HEAD = {"H": 12, "K": 128, "V": 128, "TAPS": 4}
+OPTIONS = ("num_warps", "maxnreg", "enable_fp_fusion")
 Case = tuple[str, Any, dict[str, Any], dict[str, str], dict[str, Any]]
 
 
 def cases() -> Iterator[Case]:
     """(name, kernel, constants, types, options), as `fused` and `prefill` launch them."""
-    bits = {"num_warps": 8, "enable_fp_fusion": False}
     for is_bounded in (True, False):
-        gate = {"ROWS": 4, "IS_BOUNDED": is_bounded}
-        yield "decode", triton_decode.decode_kernel, HEAD | gate | {"RECORDS": False}, TOKEN_TYPES, bits
-        window = {"window": 8, "BG": 16, "IS_BOUNDED": is_bounded, "PRECISION": "tf32"}
-        yield "verify", triton_verify.verify_kernel, HEAD | window, TOKEN_TYPES, {"num_warps": 8}
-    yield "fold", triton_decode.fold_kernel, HEAD | {"ROWS": 4}, TOKEN_TYPES, bits
+        for programs in (12, 24576):
+            yield "decode", *_head(triton_decode.decode_kernel, tiles.decode(128, programs), is_bounded)
+            yield "verify", *_head(triton_verify.verify_kernel, tiles.verify(128, programs), is_bounded)
+    yield "fold", *_head(triton_fold.fold_kernel, tiles.fold(128), True)
     whole = [launch.choose(torch.bfloat16, keys=128, values=128, programs=n, num_units=132) for n in (96, 32)]
     yield from prefill_cases([(part, whole[0]) for part in ("prepare", "fragment")] + [("scan", one) for one in whole])
     merge = {"K": 128, "V": 128, "BV": launch.MERGE_ROWS, "KIND": "tf32x3"}
@@ -88,6 +87,17 @@ def every_size() -> Iterator[Case]:
                     config = launch.choose(dtype, keys=keys, values=values, programs=n, num_units=132)
                     for part in ("prepare", "scan", "fragment") if n == 96 else ("scan",):
                         yield prefill_case(part, config, dtype, keys=keys, values=values, first=16)
+
+
+def _head(kernel: Any, tile: tiles.Tile | tiles.VerifyTile, is_bounded: bool) -> tuple[Any, ...]:
+    """(kernel, constants, types, options) of decode, verify or fold with this tile."""
+    every = HEAD | {"IS_BOUNDED": is_bounded, "IS_MILD": is_bounded, "RECORDS": False, "window": 8, "BG": 8}
+    every |= {"PRECISION": "tf32"} | tile.constants(128)
+    constants = {name: value for name, value in every.items() if name in kernel.arg_names}
+    options = {name: every[name] for name in OPTIONS if name in every}
+    if kernel is triton_fold.fold_kernel:
+        constants.pop("window")
+    return kernel, constants, TOKEN_TYPES, options
 
 
 def source(kernel: Any, constants: dict[str, Any], types: dict[str, str]) -> ASTSource:

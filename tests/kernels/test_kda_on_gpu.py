@@ -17,7 +17,6 @@ from baltoro.kernels.spans import Spans
 pytestmark = pytest.mark.gpu
 
 H, K, U, TAPS, G = 3, 128, 9, 4, 8
-WIDTH = 3 * H * K
 SLOTS = (6, 0, 3, 8)
 NAMES = ("conv", "A_log", "dt_bias", "norm")
 
@@ -31,24 +30,26 @@ def draw(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     return torch.randn(*shape, device="cuda").to(dtype)
 
 
-def case(dtype: torch.dtype) -> tuple[list[Tensor], MixerWeights, Tensor, Tensor]:
+def case(dtype: torch.dtype, heads: int = H) -> tuple[list[Tensor], MixerWeights, Tensor, Tensor]:
     """Inputs of G tokens of each request, weights, history and state."""
-    lead = (len(SLOTS), G)
-    inputs = [draw(*lead, *rest, dtype=dtype) for rest in ((WIDTH,), (H, K), (H,), (H, K))]
+    lead, width = (len(SLOTS), G), 3 * heads * K
+    inputs = [draw(*lead, *rest, dtype=dtype) for rest in ((width,), (heads, K), (heads,), (heads, K))]
     f32 = torch.float32
     weights = MixerWeights(
-        draw(WIDTH, TAPS, dtype=f32) * 0.5, draw(H, dtype=f32) * 0.3, draw(H, K, dtype=f32) - 2, draw(K, dtype=f32),
-        1e-5, -5.0, K**-0.5,
+        draw(width, TAPS, dtype=f32) * 0.5, draw(heads, dtype=f32) * 0.3, draw(heads, K, dtype=f32) - 2,
+        draw(K, dtype=f32), 1e-5, -5.0, K**-0.5,
     )  # fmt: skip
-    return inputs, weights, draw(U, TAPS - 1, WIDTH, dtype=dtype), draw(U, H, K, K, dtype=f32)
+    return inputs, weights, draw(U, TAPS - 1, width, dtype=dtype), draw(U, heads, K, K, dtype=f32)
 
 
+# few heads and many: the kernels' tiles differ
+@pytest.mark.parametrize("heads", [H, 48])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_decode_and_verify(dtype: torch.dtype) -> None:
-    inputs, weights, history, state = case(dtype)
+def test_decode_and_verify(dtype: torch.dtype, heads: int) -> None:
+    inputs, weights, history, state = case(dtype, heads)
     exact = replace(weights, **{name: getattr(weights, name).double() for name in NAMES})
     past, matrix, slots = history.double(), state.double(), torch.tensor(SLOTS, device="cuda")
-    window = Window.empty(len(SLOTS), G, heads=H, keys=K, values=K, dtype=dtype, device="cuda")
+    window = Window.empty(len(SLOTS), G, heads=heads, keys=K, values=K, dtype=dtype, device="cuda")
     before = state.clone()
     at_once = fused.verify(*inputs, weights, history, state, slots, window)
     assert torch.equal(state, before)
@@ -62,13 +63,16 @@ def test_decode_and_verify(dtype: torch.dtype) -> None:
     assert gap(state[1:], matrix[1:]) < bound and torch.equal(history[1:].double(), past[1:])
 
 
-def test_fold_equals_decode_in_every_bit_for_every_accepted_length() -> None:
+@pytest.mark.parametrize("heads", [H, 48])
+def test_fold_equals_decode_in_every_bit_for_every_accepted_length(heads: int) -> None:
     layers, slots = 3, torch.tensor(SLOTS, device="cuda")
-    inputs, weights, _, _ = case(torch.bfloat16)
-    states = draw(U, layers, H, K, K, dtype=torch.float32)
-    histories = draw(U, layers, TAPS - 1, WIDTH)
+    inputs, weights, _, _ = case(torch.bfloat16, heads)
+    states = draw(U, layers, heads, K, K, dtype=torch.float32)
+    histories = draw(U, layers, TAPS - 1, 3 * heads * K)
     first = states.clone(), histories.clone()
-    window = Window.empty(len(SLOTS), G, heads=H, keys=K, values=K, dtype=torch.bfloat16, device="cuda", layers=layers)
+    window = Window.empty(
+        len(SLOTS), G, heads=heads, keys=K, values=K, dtype=torch.bfloat16, device="cuda", layers=layers
+    )
     after = [first]
     for t in range(G):
         for layer in range(layers):

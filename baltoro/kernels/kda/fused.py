@@ -10,17 +10,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from baltoro.errors import ShapeError
 from baltoro.kernels.kda import fused_reference as reference
+from baltoro.kernels.kda import tiles
 from baltoro.kernels.kda.fused_reference import MixerWeights, Window
 
-# tokens a window may have: `verify` pads it to the smallest tile of a matrix product
-MAX_WINDOW, WINDOW_TILE = 8, 16
+# tokens a window may have: keys and queries of so many are the 16 rows of the smallest matrix product
+MAX_WINDOW = 8
+# the largest sum of log-decays whose exponential, and that of its negative, FP32 holds with room for products
+MAX_DECAY = 60.0
 
 
 def decode(
@@ -46,13 +48,13 @@ def decode(
         return out
     inputs = [_rows(t, num) for t in (x, raw, b, gate)]
     kept = (out,) * 4 if record is None else (record.k, record.v, record.decay, record.beta)
-    tile = _tile(state)
+    size = _size(state)
     decode_kernel[(heads, num)](
         *inputs, *_weights(weights), history, state, slots, out, *kept,
         *(t.stride(0) for t in inputs), *_strides(history, state),
         weights.lower_bound or 0.0, weights.scale, weights.norm_eps,
-        heads, raw.shape[-1], values, **tile, **_taps(history), IS_BOUNDED=weights.lower_bound is not None,
-        RECORDS=record is not None, **_same_bits(tile),
+        heads, raw.shape[-1], values, **tiles.decode(size, heads * num).constants(size), TAPS=history.shape[1] + 1,
+        IS_BOUNDED=weights.lower_bound is not None, RECORDS=record is not None,
     )  # fmt: skip
     return out
 
@@ -84,15 +86,16 @@ def verify(
     if num == 0 or length == 0:
         return out
     inputs = [_rows(t, num * length) for t in (x, raw, b, gate)]
-    tile = {name: max(WINDOW_TILE, size) for name, size in _tile(state).items()}
+    size, bound, keys = max(2 * MAX_WINDOW, _size(state)), weights.lower_bound, raw.shape[-1]
+    # the interpreter has no assembly
+    tile = tiles.verify(size, heads * num).constants(size, can_be_ahead=state.is_cuda and keys == values == size)
     verify_kernel[(heads, num)](
         *inputs, *_weights(weights), history, state, slots, out,
         window.x, window.k, window.v, window.decay, window.beta,
-        *(t.stride(0) for t in inputs), *_strides(history, state),
-        weights.lower_bound or 0.0, weights.scale, weights.norm_eps,
-        length, heads, raw.shape[-1], values, BG=WINDOW_TILE, **tile, TAPS=history.shape[1] + 1,
-        IS_BOUNDED=weights.lower_bound is not None, PRECISION="tf32x3" if x.dtype == torch.float32 else "tf32",
-        num_warps=_num_warps(tile),
+        *(t.stride(0) for t in inputs), *_strides(history, state), bound or 0.0, weights.scale, weights.norm_eps,
+        length, heads, keys, values, BG=MAX_WINDOW, TAPS=history.shape[1] + 1, **tile, IS_BOUNDED=bound is not None,
+        IS_MILD=bound is not None and -bound * length <= MAX_DECAY,
+        PRECISION="tf32x3" if x.dtype == torch.float32 else "tf32",
     )  # fmt: skip
     return out
 
@@ -103,17 +106,18 @@ def fold(
     """As `fused_reference.fold`, in one launch; equal in every bit to `decode` on the recorded inputs."""
     if states[0].dtype == torch.float64:
         return reference.fold(window, histories, states, slots, accepted)
-    from baltoro.kernels.kda.triton_decode import fold_kernel
+    from baltoro.kernels.kda.triton_fold import fold_kernel
 
     layers, num, length, heads, keys = window.k.shape
     if num == 0:
         return None
-    tile = _tile(states[0])
-    fold_kernel[(heads, num, layers)](
+    size, values = _size(states[0]), window.v.shape[-1]
+    tile = tiles.fold(size)
+    fold_kernel[(heads * -(-values // tile.rows), num, layers)](
         window.x, window.k, window.v, window.decay, window.beta, histories[0], states[0], slots, accepted,
         num, length, layer_stride(histories), *_strides(histories[0], states[0])[:2],
         layer_stride(states), states[0].stride(0),
-        heads, keys, window.v.shape[-1], **tile, **_taps(histories[0]), **_same_bits(tile),
+        heads, keys, values, **tile.constants(size), TAPS=histories[0].shape[1] + 1,
     )  # fmt: skip
     return None
 
@@ -148,26 +152,5 @@ def _strides(history: Tensor, state: Tensor) -> tuple[int, int, int]:
     return history.stride(0), history.stride(1), state.stride(0)
 
 
-def _tile(state: Tensor) -> dict[str, Any]:
-    """Of decode and fold alike: tiles of one shape reduce in one order."""
-    return {"BK": _power_of_two(state.shape[-1]), "BV": _power_of_two(state.shape[-2])}
-
-
-def _taps(history: Tensor) -> dict[str, Any]:
-    taps = history.shape[1] + 1
-    return {"TAPS": taps, "ROWS": _power_of_two(max(1, taps - 1))}
-
-
-def _num_warps(tile: dict[str, Any]) -> int:
-    """64 values of a state to a thread, so that it stays in registers; a function of the tile alone."""
-    size: int = tile["BK"] * tile["BV"]
-    return max(1, min(8, size // (32 * 64)))
-
-
-def _same_bits(tile: dict[str, Any]) -> dict[str, Any]:
-    """How decode and fold are compiled: no choice of the compiler's which product and sum become one."""
-    return {"num_warps": _num_warps(tile), "enable_fp_fusion": False}
-
-
-def _power_of_two(size: int) -> int:
-    return 1 << (size - 1).bit_length()
+def _size(state: Tensor) -> int:
+    return tiles.power_of_two(max(state.shape[-2:]))

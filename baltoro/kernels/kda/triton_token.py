@@ -1,8 +1,13 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-"""Triton functions that the KDA kernels share: one token's convolution, norm, gate, step of the state, output norm.
+# mypy: disable-error-code="assignment"
+"""Triton functions that the KDA kernels share: gates, the step of the state, vectors in the state's layout.
 
-`advance` is the only place where a state moves by a token; decode and fold both call it on tiles of one shape with the
-same number of warps, so that they sum in the same order and their states are equal in every bit.
+A tile of the state is a tuple of NP parts [R, PART], R rows of V and PART neighbouring keys each: a warp then covers
+128 / PART rows with 16-byte accesses, and a sum over K is a chain of FMA over the parts, four values in a thread and
+log2(PART / 4) shuffles. The more parts, the fewer shuffles and the more registers for vectors over K.
+`advance` is the only place where a state moves by a token; decode and fold both call it. Its products and sums are
+written as the FMA they are, and a row's order of sums depends on PART alone (on neither R nor the number of warps, as
+long as a thread holds four values of a part), so states of both kernels are equal in every bit.
 All arithmetic is in FP32: bf16 is converted as it is loaded (Triton's CPU interpreter computes garbage in bf16).
 Needs triton; import it where a kernel is launched, not before. Source: spec/k3.md 3.4, spec/kernels.md A.1, H.
 """
@@ -40,47 +45,100 @@ def log_decay(raw, bias, a_log, bound, IS_BOUNDED: tl.constexpr):
 
 
 @triton.jit
-def conv_token(x, weight, history, channel, live, history_row, TAPS: tl.constexpr):
-    """SiLU of the convolution at the token whose inputs `x` points to (per channel); rounded to its dtype, as FP32."""
-    value = tl.load(x, mask=live, other=0.0)
-    total = value.to(tl.float32) * tl.load(weight + channel * TAPS + TAPS - 1, mask=live, other=0.0)
-    for j in tl.static_range(TAPS - 1):
-        past = tl.load(history + j * history_row + channel, mask=live, other=0.0).to(tl.float32)
-        total += past * tl.load(weight + channel * TAPS + j, mask=live, other=0.0)
-    return (total * sigmoid(total)).to(value.dtype).to(tl.float32)
+def load_taps(weight, channel, live, TAPS: tl.constexpr, BT: tl.constexpr):
+    """Weights [C, TAPS] of a tile of channels [A, B] -> [A, B, BT], a channel's taps in one access.
+    BT: the power of two for TAPS."""
+    tap = tl.arange(0, BT)[None, None, :]
+    mask = live[:, :, None] & (tap < TAPS)
+    return tl.load(weight + channel[:, :, None] * TAPS + tap, mask=mask, other=0.0)
 
 
 @triton.jit
-def shifted_history(x, history, channel, live, count, history_row, x_row, TAPS: tl.constexpr, ROWS: tl.constexpr):
-    """What the history holds after `count` more inputs (x points to the first of them, per channel): [ROWS, channels],
-    of which the first TAPS - 1 rows count. Load all of it, pass a barrier, and only then store it in place."""
-    place = tl.arange(0, ROWS)[:, None] + count
-    is_row = tl.arange(0, ROWS)[:, None] < TAPS - 1
-    is_old = place < TAPS - 1
-    old = tl.load(history + place * history_row + channel[None, :], mask=is_row & is_old & live[None, :], other=0.0)
-    new_place = tl.where(is_old, 0, place - (TAPS - 1))
-    new = tl.load(x[None, :] + new_place * x_row, mask=is_row & (place >= TAPS - 1) & live[None, :], other=0.0)
-    return tl.where(is_old, old, new.to(old.dtype))
+def split_taps(every, TAPS: tl.constexpr):
+    """[A, B, BT] -> a tuple of TAPS tiles."""
+    tap = tl.arange(0, every.shape[2])[None, None, :]
+    taps = ()
+    for j in tl.static_range(TAPS):
+        taps += (tl.sum(tl.where(tap == j, every, 0.0), axis=2),)
+    return taps
 
 
 @triton.jit
-def store_history(tile, history, channel, live, history_row, TAPS: tl.constexpr, ROWS: tl.constexpr):
-    """Write what `shifted_history` made."""
-    row = tl.arange(0, ROWS)[:, None]
-    mask = (row < TAPS - 1) & live[None, :]
-    tl.store(history + row * history_row + channel[None, :], tile, mask=mask)
+def cut(x, COUNT: tl.constexpr):
+    """[N] -> a tuple of COUNT (1, 2, 4, 8) neighbouring pieces."""
+    if COUNT == 1:
+        pieces = (x,)
+    else:
+        first, second = tl.split(tl.permute(tl.reshape(x, (2, x.shape[0] // 2)), (1, 0)))
+        pieces = cut(first, COUNT // 2) + cut(second, COUNT // 2)
+    return pieces
 
 
 @triton.jit
-def advance(state, k, v, decay, beta):
-    """One token: state [V, K] -> (decayed state, correction u [V], new state). The order of sums is this one."""
-    decayed = state * decay[None, :]
-    u = beta * (v - tl.sum(decayed * k[None, :], axis=1))
-    return decayed, u, decayed + u[:, None] * k[None, :]
+def glue(pieces, START: tl.constexpr, COUNT: tl.constexpr):
+    """The inverse of `cut` for COUNT pieces from START on."""
+    if COUNT == 1:
+        whole = pieces[START]
+    else:
+        first, second = glue(pieces, START, COUNT // 2), glue(pieces, START + COUNT // 2, COUNT // 2)
+        whole = tl.reshape(tl.permute(tl.join(first, second), (1, 0)), (2 * first.shape[0],))
+    return whole
 
 
 @triton.jit
-def gated_norm(o, gate, weight, values, eps):
-    """RMSNorm over the last dimension times weight and sigmoid(gate); o, gate [.., V], padding of o zero."""
-    mean = tl.sum(o * o, axis=-1, keep_dims=True) / values
-    return o * (1.0 / tl.sqrt(mean + eps)) * weight * sigmoid(gate)
+def load_state(rows, row_mask, K: tl.constexpr, PART: tl.constexpr, NP: tl.constexpr):
+    """rows: pointers [R] to rows of a state -> its tile."""
+    key = tl.arange(0, PART)
+    parts = ()
+    for p in tl.static_range(NP):
+        mask = row_mask[:, None] & (key + p * PART < K)[None, :]
+        parts += (tl.load(rows[:, None] + (key + p * PART)[None, :], mask=mask, other=0.0),)
+    return parts
+
+
+@triton.jit
+def store_state(rows, row_mask, parts, K: tl.constexpr, PART: tl.constexpr, NP: tl.constexpr):
+    """Write a tile back."""
+    key = tl.arange(0, PART)
+    for p in tl.static_range(NP):
+        mask = row_mask[:, None] & (key + p * PART < K)[None, :]
+        tl.store(rows[:, None] + (key + p * PART)[None, :], parts[p], mask=mask)
+
+
+@triton.jit
+def load_keys(start, K: tl.constexpr, PART: tl.constexpr, NP: tl.constexpr, other):
+    """A vector over K in memory -> its parts."""
+    key = tl.arange(0, PART)
+    parts = ()
+    for p in tl.static_range(NP):
+        parts += (tl.load(start + p * PART + key, mask=key + p * PART < K, other=other),)
+    return parts
+
+
+@triton.jit
+def dot_keys(parts, vector, NP: tl.constexpr):
+    """Sum over K of a tile (or vector) times a vector."""
+    if len(parts[0].shape) == 1:
+        total = parts[0] * vector[0]
+        for p in tl.static_range(1, NP):
+            total = tl.fma(parts[p], vector[p], total)
+        total = tl.sum(total, axis=0)
+    else:
+        total = parts[0] * vector[0][None, :]
+        for p in tl.static_range(1, NP):
+            total = tl.fma(parts[p], vector[p][None, :], total)
+        total = tl.sum(total, axis=1)
+    return total
+
+
+@triton.jit
+def advance(state, k, v, decay, beta, NP: tl.constexpr):
+    """One token: a tile -> (decayed tile, correction u [R], new tile). The order of sums is this one."""
+    decayed = ()
+    for p in tl.static_range(NP):
+        decayed += (state[p] * decay[p][None, :],)
+    u = beta * (v - dot_keys(decayed, k, NP))
+    new = ()
+    for p in tl.static_range(NP):
+        new += (tl.fma(u[:, None], k[p][None, :], decayed[p]),)
+    return decayed, u, new

@@ -1,14 +1,17 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+# mypy: disable-error-code="assignment"
 """Triton kernel that runs a draft window through a KDA layer without moving its state.
 
-Per head, with rows K~ = k e^G and Q~ = q e^G of the window (G: log-decay summed from its start):
+Per head, with 8 rows K~ = k e^G and 8 rows Q~ = q e^G of the window (G: log-decay summed from its start), and
+N = -beta A_kk strictly below its diagonal, A_qk with it (A: products of rows decayed from the later to the earlier):
 
-    P = K~ S, O = Q~ S    one product of the window against the state: its only reading
-    for each token j:     u_j is row j of beta (v - P); rows i > j of that lose beta a_kk[i, j] u_j,
-                          rows i >= j of O gain a_qk[i, j] u_j
+    [P; Q~ S] = [K~; Q~] S                            one 16-row product: the state's only reading
+    O = Q~ S + Y beta (v - P)                         Y = A_qk (I - N)^-1 = A_qk (I + N)(I + N^2)(I + N^4)
 
-The decays between pairs of tokens are formed as e^(G_i - G_j) <= 1, so any gate works. Keys, values, decays and
-beta are recorded for the fold; history and state are never written.
+Y needs no state: it is ready when the state arrives. The corrections u themselves are never formed, since the fold
+takes raw inputs. Rows 0..7 of every 16-row tile are keys and rows 8..15 queries; N and A_qk are the upper and the lower
+half of one matrix. Where e^-G may overflow (IS_MILD false), pairs are decayed by e^(G_i - G_j) <= 1 one by one.
+Keys, values, decays and beta are recorded for the fold; history and state are never written.
 Launched by `fused`; needs triton. Source: spec/kernels.md A.3, B.4.
 """
 
@@ -17,7 +20,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from baltoro.kernels.kda.triton_token import gated_norm, log_decay, sigmoid
+from baltoro.kernels.kda.triton_token import load_taps, log_decay, sigmoid, split_taps
+
+PREFETCH = tl.constexpr("prefetch.global.L2 [$1]; mov.u32 $0, 0;")
+
+
+@triton.jit
+def ahead(start, VALUES: tl.constexpr):
+    """Fetch FP32 values into the L2 cache: an address every 64 bytes."""
+    address = (start + tl.arange(0, VALUES // 16) * 16).to(tl.int64, bitcast=True)
+    tl.inline_asm_elementwise(PREFETCH, "=r,l", [address], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
@@ -25,19 +37,102 @@ def conv_window(
     x, kept, weight, history, channel, live, x_row, kept_row, history_row, window: tl.constexpr, BG: tl.constexpr,
     TAPS: tl.constexpr,
 ):  # fmt: skip
-    """[BG, channels]: as `conv_token` for every token of the window; copies the inputs to `kept`."""
-    row = tl.arange(0, BG)[:, None]
-    mask = (row < window) & live[None, :]
-    value = tl.load(x + row * x_row + channel[None, :], mask=mask, other=0.0)
-    tl.store(kept + row * kept_row + channel[None, :], value, mask=mask)
-    total = value.to(tl.float32) * tl.load(weight + channel * TAPS + TAPS - 1, mask=live, other=0.0)[None, :]
+    """channel, live [S, BC] -> [S, BG, BC]: SiLU of the convolution for every token of the window, rounded to the
+    dtype of x, as FP32, zero where not live; copies the inputs to `kept`."""
+    token, place = tl.arange(0, BG)[None, :, None], channel[:, None, :]
+    mask = live[:, None, :] & (token < window)
+    every = load_taps(weight, tl.trans(channel), tl.trans(live), TAPS, triton.next_power_of_2(TAPS))
+    taps = split_taps(every, TAPS)
+    value = tl.load(x + token * x_row + place, mask=mask, other=0.0)
+    tl.store(kept + token * kept_row + place, value, mask=mask)
+    total = value.to(tl.float32) * tl.trans(taps[TAPS - 1])[:, None, :]
     for j in tl.static_range(TAPS - 1):
-        place = row + j - (TAPS - 1)
-        new = tl.load(x + place * x_row + channel[None, :], mask=mask & (place >= 0), other=0.0)
-        old = tl.load(history + (row + j) * history_row + channel[None, :], mask=mask & (place < 0), other=0.0)
-        past = tl.where(place >= 0, new.to(tl.float32), old.to(tl.float32))
-        total += past * tl.load(weight + channel * TAPS + j, mask=live, other=0.0)[None, :]
+        step = token + j - (TAPS - 1)
+        old = tl.load(history + (token + j) * history_row + place, mask=mask & (step < 0), other=0.0)
+        past = tl.load(x + step * x_row + place, mask=mask & (step >= 0), other=old.to(value.dtype))
+        total += past.to(tl.float32) * tl.trans(taps[j])[:, None, :]
     return (total * sigmoid(total)).to(value.dtype).to(tl.float32)
+
+
+@triton.jit
+def window_decay(
+    raw, raw_row, bias, a_log, bound, window: tl.constexpr, K: tl.constexpr, BG: tl.constexpr, BC: tl.constexpr,
+    IS_BOUNDED: tl.constexpr,
+):  # fmt: skip
+    """Log-decays [BG, BC] of the window; zero where there is no token or key."""
+    time, place = tl.arange(0, BG)[:, None], tl.arange(0, BC)
+    live = (time < window) & (place < K)[None, :]
+    value = tl.load(raw + time * raw_row + place[None, :], mask=live, other=0.0).to(tl.float32)
+    every = tl.load(bias + place, mask=place < K, other=0.0)[None, :]
+    g = tl.where(live, log_decay(value, every, a_log, bound, IS_BOUNDED), 0.0)
+    return tl.max(g[None], axis=0)  # of one: what passes a reduction is not computed again in another layout
+
+
+@triton.jit
+def decayed_pairs(rows, total, window: tl.constexpr, IS_MILD: tl.constexpr, PRECISION: tl.constexpr):
+    """rows [2, BG, BC] of keys and queries, total [BG, BC] -> [2 BG, 2 BG]: a_kk over a_qk in the first BG columns."""
+    BG: tl.constexpr = total.shape[0]
+    BC: tl.constexpr = total.shape[1]
+    if IS_MILD:
+        left = tl.reshape(rows * tl.exp(total)[None], (2 * BG, BC))
+        right = tl.reshape(rows * tl.exp(-total)[None], (2 * BG, BC))
+        pairs = tl.dot(left, tl.trans(right), input_precision=PRECISION)
+    else:
+        token, column = tl.arange(0, BG), tl.arange(0, 2 * BG)
+        pairs = tl.zeros([2 * BG, 2 * BG], tl.float32)
+        keys = tl.sum(tl.where(tl.arange(0, 2)[:, None, None] == 0, rows, 0.0), axis=0)
+        for j in range(window):
+            is_j = (token == j)[:, None]
+            key, since = tl.sum(tl.where(is_j, keys, 0.0), axis=0), tl.sum(tl.where(is_j, total, 0.0), axis=0)
+            pair = tl.exp(tl.minimum(total - since[None, :], 0.0)) * key[None, :]
+            products = tl.reshape(tl.sum(rows * pair[None], axis=2), (2 * BG,))
+            pairs += tl.where(column[None, :] == j, products[:, None], 0.0)
+    return pairs
+
+
+@triton.jit
+def corrections(pairs, beta, BG: tl.constexpr, PRECISION: tl.constexpr):
+    """pairs [2 BG, 2 BG], beta [2 BG] -> Y in the lower half of the first BG columns, zero elsewhere. BG is 8."""
+    row, column = tl.arange(0, 2 * BG)[:, None], tl.arange(0, 2 * BG)[None, :]
+    is_key, token = row < BG, row % BG
+    both = tl.where(is_key, -beta[:, None], 1.0) * pairs
+    both = tl.where((column < BG) & (column < token + tl.where(is_key, 0, 1)), both, 0.0)  # N over A_qk
+    power = tl.dot(both, tl.where(is_key, both, 0.0), input_precision=PRECISION)
+    both += power
+    power = tl.where(is_key, power, 0.0)  # N^2
+    both += tl.dot(both, power, input_precision=PRECISION)
+    power = tl.dot(power, power, input_precision=PRECISION)
+    both += tl.dot(both, power, input_precision=PRECISION)
+    return tl.where(is_key, 0.0, both)
+
+
+@triton.jit
+def record(
+    rows, v, decay, k_ptr, v_ptr, decay_ptr, line, window: tl.constexpr, K: tl.constexpr, V: tl.constexpr
+):  # fmt: skip
+    """Write keys (rows [2, BG, BC], the first half), v [1, BG, BC] and decay [BG, BC]; line [BG, 1]: their rows."""
+    half, place = tl.arange(0, 2)[:, None, None], tl.arange(0, decay.shape[1])[None, :]
+    has_token = (tl.arange(0, decay.shape[0]) < window)[:, None]
+    has_key, keys = has_token & (place < K), line * K + place
+    tl.store(k_ptr + keys[None] + half * 0, rows, mask=(half == 0) & has_key[None])
+    tl.store(v_ptr + (line * V + place)[None], v.to(v_ptr.dtype.element_ty), mask=(has_token & (place < V))[None])
+    tl.store(decay_ptr + keys, decay, mask=has_key)
+
+
+@triton.jit
+def write(
+    o, squares, gate, gate_row, norm, out, out_row, eps, window: tl.constexpr, V: tl.constexpr, CHUNKS: tl.constexpr
+):  # fmt: skip
+    """Gated RMSNorm of a tuple of chunks o [BG, ROWS]; squares [BG, ROWS]: their sum of squares, column by column."""
+    ROWS: tl.constexpr = squares.shape[1]
+    time = tl.arange(0, squares.shape[0])[:, None]
+    scale = 1.0 / tl.sqrt(tl.sum(squares, axis=1) / V + eps)[:, None]
+    for c in tl.static_range(CHUNKS):
+        value = c * ROWS + tl.arange(0, ROWS)[None, :]
+        mask = (time < window) & (value < V)
+        opened = sigmoid(tl.load(gate + time * gate_row + value, mask=mask, other=0.0).to(tl.float32))
+        result = o[c] * scale * tl.load(norm + value, mask=value < V, other=0.0) * opened
+        tl.store(out + time * out_row + value, result.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -45,55 +140,60 @@ def verify_kernel(
     x_ptr, raw_ptr, b_ptr, gate_ptr, conv_ptr, a_log_ptr, bias_ptr, norm_ptr, history_ptr, state_ptr, slots_ptr,
     out_ptr, kept_x_ptr, k_ptr, v_ptr, decay_ptr, beta_ptr,
     x_row, raw_row, b_row, gate_row, history_slot, history_row, state_slot, bound, scale, eps,
-    window: tl.constexpr, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BG: tl.constexpr, BK: tl.constexpr,
-    BV: tl.constexpr, TAPS: tl.constexpr, IS_BOUNDED: tl.constexpr, PRECISION: tl.constexpr,
+    window: tl.constexpr, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BG: tl.constexpr, BC: tl.constexpr,
+    ROWS: tl.constexpr, TAPS: tl.constexpr, AHEAD: tl.constexpr, IS_BOUNDED: tl.constexpr, IS_MILD: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Grid (H, N)."""
+    """Grid (H, N). BG is 8; BC: the power of two, at least 16, for K and V; the state comes in BC / ROWS chunks.
+    AHEAD: fetch the state into the L2 cache at the start; K and V are 128, and no interpreter (it has no assembly)."""
+    CHUNKS: tl.constexpr = BC // ROWS
     h, n = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    keys, values, row = tl.arange(0, BK), tl.arange(0, BV), tl.arange(0, BG)
-    has_key, has_value, is_row = keys < K, values < V, row < window
-    row_keys, row_values = is_row[:, None] & has_key[None, :], is_row[:, None] & has_value[None, :]
-    token = n * window + row
-    out = out_ptr + (token[:, None] * H + h) * V + values[None, :]
+    row, place, some = tl.arange(0, 2 * BG), tl.arange(0, BC), tl.arange(0, ROWS)
+    is_query, time = row >= BG, tl.arange(0, BG)[:, None]
+    first = n * window
+    token = first + row % BG
+    has_token = row % BG < window
     slot = tl.load(slots_ptr + n).to(tl.int64)
     if slot == 0:
-        tl.store(out, tl.zeros([BG, BV], tl.float32).to(out_ptr.dtype.element_ty), mask=row_values)
+        places = ((first + time) * H + h) * V + place[None, :]
+        mask = (time < window) & (place < V)[None, :]
+        tl.store(out_ptr + places, tl.zeros([BG, BC], tl.float32).to(out_ptr.dtype.element_ty), mask=mask)
         return
-    state = state_ptr + slot * state_slot + h * (V * K) + values[:, None] * K + keys[None, :]
-    matrix = tl.load(state, mask=has_value[:, None] & has_key[None, :], other=0.0)
+    state = state_ptr + slot * state_slot + h * (V * K)
+    if AHEAD:  # into the L2 cache, without a register that waits for it
+        ahead(state, BC * BC)
 
     width = H * (2 * K + V)
-    x, kept, history = x_ptr + n * window * x_row, kept_x_ptr + n * window * width, history_ptr + slot * history_slot
-    cq, ck, cv = h * K + keys, (H + h) * K + keys, 2 * H * K + h * V + values
-    q = conv_window(x, kept, conv_ptr, history, cq, has_key, x_row, width, history_row, window, BG, TAPS)
-    k = conv_window(x, kept, conv_ptr, history, ck, has_key, x_row, width, history_row, window, BG, TAPS)
-    v = conv_window(x, kept, conv_ptr, history, cv, has_value, x_row, width, history_row, window, BG, TAPS)
-    q *= scale / tl.sqrt(tl.sum(q * q, axis=1, keep_dims=True) + 1e-6)
-    k *= 1.0 / tl.sqrt(tl.sum(k * k, axis=1, keep_dims=True) + 1e-6)
-    raw = tl.load(raw_ptr + token[:, None] * raw_row + h * K + keys[None, :], mask=row_keys, other=0.0).to(tl.float32)
-    bias = tl.load(bias_ptr + h * K + keys, mask=has_key, other=0.0)[None, :]
-    g = tl.where(row_keys, log_decay(raw, bias, tl.load(a_log_ptr + h), bound, IS_BOUNDED), 0.0)
-    beta = sigmoid(tl.load(b_ptr + token * b_row + h, mask=is_row, other=0.0).to(tl.float32))
-    head = (token * H + h)[:, None]
-    tl.store(k_ptr + head * K + keys[None, :], k, mask=row_keys)
-    tl.store(v_ptr + head * V + values[None, :], v.to(v_ptr.dtype.element_ty), mask=row_values)
-    tl.store(decay_ptr + head * K + keys[None, :], tl.exp(g), mask=row_keys)
-    tl.store(beta_ptr + token * H + h, beta, mask=is_row)
+    x, kept, history = x_ptr + first * x_row, kept_x_ptr + first * width, history_ptr + slot * history_slot
+    half = tl.arange(0, 2)[:, None]
+    channel, live = tl.where(half == 0, H + h, h) * K + place[None, :], (half < 2) & (place < K)[None, :]
+    rows = conv_window(x, kept, conv_ptr, history, channel, live, x_row, width, history_row, window, BG, TAPS)
+    channel, live = 2 * H * K + h * V + place[None, :], (place < V)[None, :]
+    v = conv_window(x, kept, conv_ptr, history, channel, live, x_row, width, history_row, window, BG, TAPS)
+    length = 1.0 / tl.sqrt(tl.sum(rows * rows, axis=2) + 1e-6)
+    rows *= (length * tl.where(half == 0, 1.0, scale))[:, :, None]
+    a_log, raw = tl.load(a_log_ptr + h), raw_ptr + first * raw_row + h * K
+    g = window_decay(raw, raw_row, bias_ptr + h * K, a_log, bound, window, K, BG, BC, IS_BOUNDED)
+    beta = sigmoid(tl.load(b_ptr + token * b_row + h, mask=has_token, other=0.0).to(tl.float32))
+
+    record(rows, v, tl.exp(g), k_ptr, v_ptr, decay_ptr, (first + time) * H + h, window, K, V)
+    tl.store(beta_ptr + token * H + h, beta, mask=has_token & (is_query == 0))
 
     total = tl.cumsum(g, axis=0)
-    prefix = tl.exp(total)
-    columns = tl.trans(matrix)
-    rest = beta[:, None] * (v - tl.dot(k * prefix, columns, input_precision=PRECISION))
-    o = tl.dot(q * prefix, columns, input_precision=PRECISION)
-    for j in range(window):
-        is_j = (row == j)[:, None]
-        k_j, total_j = tl.sum(tl.where(is_j, k, 0.0), axis=0), tl.sum(tl.where(is_j, total, 0.0), axis=0)
-        u_j = tl.sum(tl.where(is_j, rest, 0.0), axis=0)
-        pair = tl.exp(tl.minimum(total - total_j[None, :], 0.0)) * k_j[None, :]
-        a_kk, a_qk = tl.sum(k * pair, axis=1), tl.sum(q * pair, axis=1)
-        rest -= tl.where(row > j, beta * a_kk, 0.0)[:, None] * u_j[None, :]
-        o += tl.where(row >= j, a_qk, 0.0)[:, None] * u_j[None, :]
-    gate = tl.load(gate_ptr + token[:, None] * gate_row + h * V + values[None, :], mask=row_values, other=0.0)
-    weight = tl.load(norm_ptr + values, mask=has_value, other=0.0)[None, :]
-    o = gated_norm(o, gate.to(tl.float32), weight, V, eps)
-    tl.store(out, o.to(out_ptr.dtype.element_ty), mask=row_values)
+    solved = corrections(decayed_pairs(rows, total, window, IS_MILD, PRECISION), beta, BG, PRECISION)
+    left = tl.reshape(rows * tl.exp(total)[None], (2 * BG, BC))
+    tl.debug_barrier()  # v comes back from where it was recorded: a cheap way into the product's layout
+    squares, o, half = tl.zeros([BG, ROWS], tl.float32), (), tl.arange(0, 2)[:, None, None]
+    for c in tl.static_range(CHUNKS):
+        value = c * ROWS + some
+        mask = (place < K)[:, None] & (value < V)[None, :]
+        tile = tl.load(state + value[None, :] * K + place[:, None], mask=mask, other=0.0)
+        places = v_ptr + (token[:, None] * H + h) * V + value[None, :]
+        v = tl.load(places, mask=has_token[:, None] & (value < V)[None, :], other=0.0).to(tl.float32)
+        read = tl.dot(left, tile, input_precision=PRECISION)
+        rest = tl.where(is_query[:, None], 0.0, beta[:, None] * (v - read))
+        both = tl.reshape(tl.dot(solved, rest, read, input_precision=PRECISION), (2, BG, ROWS))
+        o += (tl.sum(tl.where(half == 1, both, 0.0), axis=0),)
+        squares += o[c] * o[c]
+    gate, out = gate_ptr + first * gate_row + h * V, out_ptr + (first * H + h) * V
+    write(o, squares, gate, gate_row, norm_ptr, out, H * V, eps, window, V, CHUNKS)

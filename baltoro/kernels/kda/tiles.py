@@ -1,0 +1,88 @@
+"""Tiles and warps of the KDA decode, verify and fold kernels: the only place where they are chosen.
+
+Decode and fold must share `part` (it fixes the order of sums over K) and hold four values of a part in a thread, that
+is rows x part >= 128 x warps, or have one tile; rows and warps are free otherwise. See `triton_token`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+# programs up to which a launch counts as small: one to a multiprocessor of an H200, so that latency is all
+SMALL = 132
+# keys of a part. 64: four shuffles for two rows where one part of 128 takes ten, and 24 registers for q, k and decay
+# where parts of 32 take 48
+PART = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """How decode or fold cuts a head's state [BC, BC]. registers: the most a thread may have; 0: as it compiles."""
+
+    part: int
+    rows: int
+    warps: int
+    registers: int = 0
+
+    def constants(self, size: int) -> dict[str, Any]:
+        """Constants and options of a launch. No choice of the compiler's which product and sum become one."""
+        shape = {"BC": size, "PART": self.part, "ROWS": self.rows}
+        return shape | _options(self.warps, self.registers) | {"enable_fp_fusion": False}
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyTile:
+    """How verify cuts it: rows of V in one product; whether it fetches the state into the L2 cache at its start."""
+
+    rows: int
+    warps: int
+    registers: int = 0
+    is_ahead: bool = True
+
+    def constants(self, size: int, *, can_be_ahead: bool = True) -> dict[str, Any]:
+        """Constants and options of a launch."""
+        shape = {"BC": size, "ROWS": self.rows, "AHEAD": self.is_ahead and can_be_ahead}
+        return shape | _options(self.warps, self.registers)
+
+
+def decode(size: int, programs: int) -> Tile:
+    """size: the power of two for K and V; programs: heads x requests.
+
+    Few: the whole state in registers of 16 warps, one wait for memory. Many: chunks of 32 rows, one of them ahead, in
+    programs of four warps; at 96 registers five share a multiprocessor, so that some load while others store.
+    """
+    if size < 128:
+        return Tile(min(PART, size), min(32, size), warps(min(32, size), size, 32))
+    if programs <= SMALL:
+        return Tile(PART, 128, 16)
+    return Tile(PART, 32, 4, 96)
+
+
+def fold(size: int) -> Tile:
+    """Rows of V never meet: small programs of 32 state values to a thread, eight to a multiprocessor."""
+    rows = min(32, size)
+    return Tile(min(PART, size), rows, warps(rows, size, 32))
+
+
+def verify(size: int, programs: int) -> VerifyTile:
+    """size: at least 16. Few programs: eight warps and one wait for the state. Many: four warps, which do less in vain;
+    at 168 registers three programs share a multiprocessor, so that the 384 of 32 requests x 12 heads all run at once.
+    """
+    if size < 128:
+        return VerifyTile(min(64, size), 4 if size == 64 else 1)
+    return VerifyTile(128, 8, 128) if programs <= SMALL else VerifyTile(64, 4, 168)
+
+
+def warps(rows: int, size: int, values: int) -> int:
+    """Warps for `values` of [rows, size] in a thread: a power of two up to 4."""
+    return max(1, min(4, rows * size // (32 * values)))
+
+
+def power_of_two(size: int) -> int:
+    """The least one that is not below."""
+    return 1 << (size - 1).bit_length()
+
+
+def _options(warps: int, registers: int) -> dict[str, Any]:
+    return {"num_warps": warps} | ({"maxnreg": registers} if registers else {})
