@@ -42,7 +42,7 @@ def gap(got: Tensor, expected: Tensor) -> float:
     return float((got.double() - expected).norm() / expected.norm())
 
 
-@pytest.mark.parametrize("order", ["published", "halved"])
+@pytest.mark.parametrize("order", ["published", "permuted"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("form", list(FORMS))
 def test_product_is_that_of_the_reference(form: str, dtype: torch.dtype, order: str) -> None:
@@ -53,7 +53,8 @@ def test_product_is_that_of_the_reference(form: str, dtype: torch.dtype, order: 
     out = FORMS[form](z, ids, weights, bytes_ if order == "published" else permute_experts(bytes_), known)
     expected = gathered(z.double(), ids, weights.double(), bytes_, activation=activation)
     assert out.dtype == dtype
-    op = "expert_product" if form == "pairs" else "expert_product_grouped"
+    is_rounded_once = form == "pairs" and order == "published"  # others keep `hidden` in the dtype
+    op = "expert_product" if is_rounded_once else "expert_product_grouped"
     assert gap(out, expected) < TOLERANCES[op][str(dtype).removeprefix("torch.")]
 
 
@@ -97,7 +98,7 @@ def test_every_code_times_the_ends_of_the_scale_is_exact_and_what_is_beyond_show
     packed, hidden = mxfp4.pack(codes), torch.eye(32)
     ids, weights, out = torch.zeros(32, 1, dtype=torch.int64), torch.ones(32, 1), torch.zeros(32, 9)
     expert_kernels.second_of_tokens[(32, 1)](
-        hidden, ids, weights, packed, scale, out, 1, 32, 9, BLOCK_N=16, BLOCKS=1, IS_HALVED=False
+        hidden, ids, weights, packed, scale, out, 1, 32, 9, BLOCK_N=16, BLOCKS=1
     )
     expected = mxfp4.dequantise(packed, scale, torch.float32)
     torch.testing.assert_close(out.T, expected, rtol=0, atol=0, equal_nan=True)
@@ -122,7 +123,7 @@ def test_the_entry_picks_a_form_by_the_number_of_pairs_and_leaves_the_rest_to_ot
         assert gap(out, gathered(z.double(), ids, weights.double(), bytes_, activation=activation)) < 1e-6
     z, (ids, weights) = torch.randn(2, M, dtype=torch.float64), picks(2)
     out = fast_experts.expert_product(z, ids, weights.double(), bytes_, activation=activation)
-    assert torch.equal(out, gathered(z, ids, weights.double(), bytes_, activation=activation))
+    assert gap(out, gathered(z, ids, weights.double(), bytes_, activation=activation)) < 1e-14
 
 
 def test_no_tokens_and_free_rows_of_memory_do_no_harm() -> None:
