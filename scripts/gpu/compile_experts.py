@@ -1,9 +1,10 @@
-"""Compile the products of permuted experts for sm_90 without a GPU: registers, stack, shared memory, matrix instructions.
+"""Compile the products of permuted experts for sm_90 without a GPU: registers, stack, shared memory, instructions.
 
     python -m scripts.gpu.compile_experts            every plan of tile_experts
     python -m scripts.gpu.lab_experts --dry          every variant of the lab
 
-Needs triton, and TRITON_INTERPRET unset. "serial": ptxas runs wgmma one by one (C7515, C7510). Exit status 1: a failure.
+Needs triton, and TRITON_INTERPRET unset. "serial": ptxas runs wgmma one by one (C7515, C7510). Exit status 1: a kernel
+failed or is too large.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """The product of packed MXFP4 experts in Triton: pair by pair for decode, grouped on the device for prefill.
 
-In and out: as `experts.expert_product`; the experts permuted (permute.py; the fast way, see tile_experts.py), or in the
-published order: a fallback that needs no copy of the weights and holds for every scale up to 2^113. Products and sums in fp32; between the two products decode keeps fp32, prefill rounds to z.dtype. W4A8 (`fake_activations`) rounds
-the inputs of both products to MXFP8; the arithmetic stays that of z.dtype.
+In and out: as `experts.expert_product`; the experts permuted (permute.py): the fast way, in tile_experts.py; or in the
+published order: a fallback that needs no copy of the weights and takes every scale up to 2^113. There products and sums
+are in fp32; between the two products decode keeps fp32, prefill rounds to z.dtype. W4A8 (`fake_activations`) rounds the
+inputs of both products to MXFP8; the arithmetic stays that of z.dtype.
 Dense experts, other dtypes, gradients and activations that no kernel knows go to `device_grouped`.
 Source: spec/k3.md 3.7, spec/kernels.md E.4, E.5.
 """

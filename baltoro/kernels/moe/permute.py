@@ -1,7 +1,8 @@
 """An order of MXFP4 bytes for kernels: what a thread of a matrix instruction needs lies together, ready for masks.
 
-    matrix of an expert   columns padded to 128, rows to 256 with zero codes (the gate's and up's: 128 each); in tiles of 8 rows x 128 columns, tiles of a row
-                          of tiles one after the other: bytes [rows/8, columns/128, 512], scales [rows/8, columns/128, 32]
+    matrix of an expert   columns padded to 128, rows to 256 (gate and up: 128 each), with zero codes; in tiles of
+                          8 rows x 128 columns, those of the same rows one after the other:
+                          bytes [rows/8, columns/128, 512], scales [rows/8, columns/128, 32]
     tile                  512 bytes: 8 rows of 4 blocks of 32 columns, 16 bytes a block
     block                 4 words of 32 bits, each in little-endian bytes; word i holds columns 4i .. 4i + 3 and
                           16 + 4i .. 16 + 4i + 3 of the block
@@ -10,8 +11,8 @@
                           of a half: a shift (0, 3, 6) and a mask make two numbers of bf16, 2^-126 times the values.
     gate and up           one matrix: 8 rows of the gate, 8 rows up, in turn; its activation needs no exchange
 
-Files and the model's buffers hold the published order (two neighbouring columns a byte, the even one low). Source: spec/kernels.md E.5
-(packed conversion, offline order).
+Files and the model's buffers hold the published order (two neighbouring columns a byte, the even one low).
+Source: spec/kernels.md E.5 (packed conversion, offline order).
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def padded(size: int, unit: int = UNIT) -> int:
 def weave(codes: Tensor) -> Tensor:
     """Codes uint8 [..., 32 n] in the order of the columns -> bytes uint8 [..., 16 n]."""
     # [..., block, half of the block, word, pair of that half, lane]
-    parts = codes.int().unflatten(-1, (-1, 2, 4, 2, 2))
+    parts = torch.unflatten(codes.int(), -1, (-1, 2, 4, 2, 2))
     words = torch.zeros(parts[..., 0, :, 0, 0].shape, dtype=torch.int64, device=codes.device)
     for pair, (sign, upper, last) in enumerate(PLACES):
         for lane in range(2):
@@ -64,8 +65,8 @@ def weave(codes: Tensor) -> Tensor:
 
 def unweave(woven: Tensor) -> Tensor:
     """The codes that `weave` took."""
-    octets = woven.long().unflatten(-1, (-1, 4, 4))
-    words = sum(octets[..., place] << (8 * place) for place in range(4))
+    octets = torch.unflatten(woven.long(), -1, (-1, 4, 4))
+    words = (octets << 8 * torch.arange(4, device=woven.device)).sum(-1)
     out = torch.zeros(*words.shape[:-1], 2, 4, 2, 2, dtype=torch.uint8, device=woven.device)
     for pair, (sign, upper, last) in enumerate(PLACES):
         for lane in range(2):
@@ -77,7 +78,8 @@ def unweave(woven: Tensor) -> Tensor:
 
 def tiled(matrix: Tensor, width: int) -> Tensor:
     """[rows, columns], both multiples of a tile's -> [rows/8, columns/width, 8 width]."""
-    return matrix.unflatten(1, (-1, width)).unflatten(0, (-1, ROWS)).transpose(1, 2).flatten(2)
+    rows, columns = matrix.shape
+    return matrix.view(rows // ROWS, ROWS, columns // width, width).transpose(1, 2).flatten(2)
 
 
 def permute_matrix(packed: Tensor, scale: Tensor, row_unit: int) -> tuple[Tensor, Tensor]:
@@ -91,8 +93,9 @@ def permute_matrix(packed: Tensor, scale: Tensor, row_unit: int) -> tuple[Tensor
 
 def unpermute_matrix(packed: Tensor, scale: Tensor, rows: int, columns: int) -> tuple[Tensor, Tensor]:
     """The published bytes and scales of `permute_matrix`'s result."""
-    woven = packed.unflatten(2, (ROWS, -1)).transpose(1, 2).flatten(2).flatten(0, 1)
-    scales = scale.unflatten(2, (ROWS, -1)).transpose(1, 2).flatten(2).flatten(0, 1)
+    woven, scales = (
+        torch.unflatten(t, 2, (ROWS, -1)).transpose(1, 2).flatten(2).flatten(0, 1) for t in (packed, scale)
+    )
     return pack(unweave(woven)[:rows, :columns]), scales[:rows, : columns // BLOCK].contiguous()
 
 

@@ -51,8 +51,8 @@ class Plan:
         return total
 
 
-# mma.sync, which wastes less on 8 rows than wgmma does, in programs of two warps that share nothing but the inputs' tile:
-# for 16 pairs of 6144 and 3584 rows every program is resident at once, 24 and 27 warps a multiprocessor.
+# mma.sync, which wastes less on 8 rows than wgmma does, in programs of two warps that share only the inputs' tile. For
+# 16 pairs of 6144 and 3584 rows every program is resident at once: 24 and 27 warps a multiprocessor.
 PAIRS = Plan(Tile(8, 0, 64, 2, 3), Tile(8, 0, 32, 2, 4))
 # By the mean number of rows an expert, up to: more rows a tile share one conversion of the weights; tiles that do not
 # fill cost matrix operations only. 146 rows an expert (8K tokens): 160 in a tile. Eight warps and three stages: with
@@ -101,15 +101,15 @@ def run(
         return out.zero_()
     z, ids, count = z.contiguous(), ids.contiguous(), len(experts.first.packed)
     order, table = (ids, ids) if is_pairs else grouped(ids, count, plan.rows)
-    arrange = partial(_arranged, num_active=ids.shape[1], is_rounded=fake_activations)
+    arrange = partial(arranged, num_active=ids.shape[1], is_rounded=fake_activations)
     x = arrange(z, None if is_pairs else order, plan.first.wide, experts.width)
     grid = ids.numel() if is_pairs else table.shape[1]
     # Stores to arranged columns would break up the runs of wgmma (ptxas C7515): there, another pass arranges.
     is_arranged = plan.second.wide == 4 and plan.first.wide == 4 and not fake_activations
-    hidden = _first(x, table, ids, experts, activation, plan, grid, is_pairs=is_pairs, is_arranged=is_arranged)
+    hidden = first(x, table, ids, experts, activation, plan, grid, is_pairs=is_pairs, is_arranged=is_arranged)
     if not is_arranged:
         hidden = arrange(hidden, None, plan.second.wide, hidden.shape[1])
-    parts = _second(hidden, table, ids, order, experts, plan.second, grid, is_pairs=is_pairs)
+    parts = second(hidden, table, ids, order, experts, plan.second, grid, is_pairs=is_pairs)
     tile_moves.combine[(len(z), cdiv(experts.width, 512))](
         parts, weights.contiguous(), out, ids.shape[1], experts.width, BLOCK=512, num_warps=2
     )
@@ -136,9 +136,7 @@ def grouped(ids: Tensor, num_experts: int, rows: int) -> tuple[Tensor, Tensor]:
     return order, table
 
 
-def _arranged(
-    x: Tensor, order: Tensor | None, wide: int, width: int, *, num_active: int, is_rounded: bool
-) -> Tensor:
+def arranged(x: Tensor, order: Tensor | None, wide: int, width: int, *, num_active: int, is_rounded: bool) -> Tensor:
     """x [., width] -> [rows, width padded] in the products' order of columns; rows as `order` says."""
     from triton import cdiv
 
@@ -164,7 +162,7 @@ def _shape(tile: Tile, *, is_pairs: bool) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _first(
+def first(
     x: Tensor,
     table: Tensor,
     ids: Tensor,
@@ -190,7 +188,7 @@ def _first(
     return hidden
 
 
-def _second(
+def second(
     hidden: Tensor,
     table: Tensor,
     ids: Tensor,

@@ -1,4 +1,4 @@
-"""Kernel bodies of `tile_experts`: products with permuted MXFP4 weights (permute.py). Need triton; imported on first use.
+"""Kernel bodies of `tile_experts`: products with permuted MXFP4 weights. Need triton; imported on first use.
 
 A program multiplies BLOCK rows of an expert's matrix with N1 + N2 rows of inputs. The weights go from memory into the
 registers that the matrix instruction reads: a thread's 16 bytes are a block of 32 columns of a row, so it needs one
@@ -147,7 +147,7 @@ def store_hidden(
     sums, hidden, first, end, block, num_units, beta, linear_beta,
     N: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr, IS_ARRANGED: tl.constexpr,
 ):  # fmt: skip
-    """Rows of `sums` are 8 of the gate, 8 up, in turn -> hidden [rows, F'], its columns arranged for the next product."""
+    """Rows of `sums` are 8 of the gate, 8 up, in turn -> hidden [rows, F'], columns as the next product wants them."""
     pairs = tl.permute(tl.reshape(sums, [BLOCK // 16, 2, 8, N]), [0, 2, 3, 1])
     gate, up = tl.split(pairs)
     out = tl.reshape(activated(gate * 4294967296.0, up * 4294967296.0, beta, linear_beta, KIND), [BLOCK // 2, N])
@@ -189,7 +189,9 @@ def first_product(
 
 
 @triton.jit
-def store_parts(sums, parts, order, first, end, block, width, N: tl.constexpr, BLOCK: tl.constexpr, IS_PAIRS: tl.constexpr):
+def store_parts(
+    sums, parts, order, first, end, block, width, N: tl.constexpr, BLOCK: tl.constexpr, IS_PAIRS: tl.constexpr
+):
     """Rows of a product to where their pairs are: parts [pairs, M]."""
     row, column = first + tl.arange(0, N), block * BLOCK + tl.arange(0, BLOCK)
     pair = row.to(tl.int64) if IS_PAIRS else tl.load(order + row, mask=row < end, other=0)

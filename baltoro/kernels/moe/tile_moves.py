@@ -18,7 +18,7 @@ def rounded_to_mxfp8(x, largest):
     step = tl.maximum((small.to(tl.int32, bitcast=True) >> 23) - 127 - 3, -9)
     magic = (step + 23 + 127 << 23 | 0x400000).to(tl.float32, bitcast=True)
     small = (small + magic) - magic
-    scale = tl.where(byte > 0, (byte << 23).to(tl.float32, bitcast=True), 0.0)
+    scale = tl.where(byte > 0, byte << 23, 0x400000).to(tl.float32, bitcast=True)
     return tl.where(x < 0, -small, small) * scale
 
 
