@@ -36,10 +36,10 @@ def source(tile: Tile, is_first: bool, is_pairs: bool, dtype: str) -> ASTSource:
         "IS_PAIRS": is_pairs, "INTERPRET": False,
     }  # fmt: skip
     if is_first:
-        is_arranged = tile.wide == 4
+        is_arranged = tile.wide == 8
         constants |= {"KIND": 1, "WIDE_NEXT": tile.wide, "IS_ARRANGED": is_arranged}
     types = dict.fromkeys(("x", "hidden"), f"*{dtype}") | dict.fromkeys(("ids", "order"), "*i64")
-    types |= dict.fromkeys(("packed", "scales"), "*u8") | dict.fromkeys(("beta", "linear_beta"), "fp32")
+    types |= {"packed": "*i32", "scales": "*u8"} | dict.fromkeys(("beta", "linear_beta"), "fp32")
     types |= {"table": "*i64" if is_pairs else "*i32", "parts": "*fp32" if is_pairs else f"*{dtype}"}
     signature = {n: "constexpr" if n in constants else types.get(n, "i32") for n in kernel.arg_names}
     aligned = [i for i, (n, kind) in enumerate(signature.items()) if kind.startswith("*") or n == "num_experts"]

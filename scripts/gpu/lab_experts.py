@@ -129,7 +129,7 @@ def products(experts: PermutedExperts, c: Case, variant: tuple[int, ...]) -> tup
         for ids in sets:
             last = tile_experts.first(
                 x, ids if c.is_pairs else table, ids, experts, ACTIVATION, plan, grid,
-                is_pairs=c.is_pairs, is_arranged=plan.first.wide == 4,
+                is_pairs=c.is_pairs, is_arranged=plan.first.wide == 8,
             )  # fmt: skip
         return last
 
@@ -169,8 +169,8 @@ def checks(experts: PermutedExperts, cases: dict[str, Case]) -> None:
         is_same = torch.equal(order, expected) and torch.equal(table[0], tiles[0])
         say(f"grouping, {c.name}: {'equal' if is_same and torch.equal(table[:, used], tiles[:, used]) else 'WRONG'}")
     x = torch.randn(64, LATENT, device=DEVICE, dtype=torch.bfloat16) * 30
-    got = tile_experts.arranged(x, None, 4, LATENT, num_active=1, is_rounded=True)
-    same = tile_experts.arranged(mxfp8.fake(x), None, 4, LATENT, num_active=1, is_rounded=False)
+    got = tile_experts.arranged(x, None, 8, LATENT, num_active=1, is_rounded=True)
+    same = tile_experts.arranged(mxfp8.fake(x), None, 8, LATENT, num_active=1, is_rounded=False)
     say(f"MXFP8 rounding: {'equal' if torch.equal(got, same) else f'off by {gap(got, same.double()):.1e}'}")
     for c in cases.values():
         if c.exact is not None:

@@ -92,5 +92,5 @@ def test_pairs_are_grouped_and_rounded_as_in_torch(tokens: int) -> None:
     assert torch.equal(order, expected_order) and torch.equal(table[0], expected[0])
     assert torch.equal(table[:, table[0] < 112], expected[:, expected[0] < 112])
     x = torch.randn(tokens, 608, device="cuda").bfloat16() * 30
-    rounded = tile_experts.arranged(x, None, 4, 608, num_active=1, is_rounded=True)
-    assert torch.equal(rounded, tile_experts.arranged(mxfp8.fake(x), None, 4, 608, num_active=1, is_rounded=False))
+    rounded = tile_experts.arranged(x, None, 8, 608, num_active=1, is_rounded=True)
+    assert torch.equal(rounded, tile_experts.arranged(mxfp8.fake(x), None, 8, 608, num_active=1, is_rounded=False))

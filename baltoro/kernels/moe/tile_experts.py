@@ -33,7 +33,7 @@ class Tile:
     @property
     def wide(self) -> int:
         """Columns in a run of a thread's operand: Triton takes wgmma for four warps and 64 rows of weights or more."""
-        return 2 if self.warps % 4 == 0 and self.block >= 64 else 4
+        return 2 if self.warps % 4 == 0 and self.block >= 64 else 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +105,7 @@ def run(
     x = arrange(z, None if is_pairs else order, plan.first.wide, experts.width)
     grid = ids.numel() if is_pairs else table.shape[1]
     # Stores to arranged columns would break up the runs of wgmma (ptxas C7515): there, another pass arranges.
-    is_arranged = plan.second.wide == 4 and plan.first.wide == 4 and not fake_activations
+    is_arranged = plan.second.wide == 8 and plan.first.wide == 8 and not fake_activations
     hidden = first(x, table, ids, experts, activation, plan, grid, is_pairs=is_pairs, is_arranged=is_arranged)
     if not is_arranged:
         hidden = arrange(hidden, None, plan.second.wide, hidden.shape[1])
@@ -181,7 +181,7 @@ def first(
     hidden = torch.empty(ids.numel(), inner, dtype=x.dtype, device=x.device)
     wide_next = plan.second.wide
     tile_kernels.first_product[(2 * inner // plan.first.block, grid)](
-        x, table, ids, w.packed, w.scale, hidden, len(w.packed), ids.shape[1], x.shape[1] // UNIT, inner // UNIT,
+        x, table, ids, w.packed.view(torch.int32), w.scale, hidden, len(w.packed), ids.shape[1], x.shape[1] // UNIT, inner // UNIT,
         beta, linear_beta, KIND=kind, WIDE_NEXT=wide_next, IS_ARRANGED=is_arranged,
         **_shape(plan.first, is_pairs=is_pairs),
     )  # fmt: skip
@@ -206,7 +206,7 @@ def second(
     parts = torch.empty(ids.numel(), experts.width, dtype=kept, device=hidden.device)
     rows = padded(experts.width, ROW_UNIT)
     tile_kernels.second_product[(rows // tile.block, grid)](
-        hidden, table, ids, order, w.packed, w.scale, parts,
+        hidden, table, ids, order, w.packed.view(torch.int32), w.scale, parts,
         len(w.packed), hidden.shape[1] // UNIT, rows // 8, experts.width, **_shape(tile, is_pairs=is_pairs),
     )  # fmt: skip
     return parts

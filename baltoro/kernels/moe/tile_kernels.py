@@ -4,7 +4,7 @@ A program multiplies BLOCK rows of an expert's matrix with N1 + N2 rows of input
 registers that the matrix instruction reads: a thread's 16 bytes are a block of 32 columns of a row, so it needs one
 scale for 32 weights, and what it holds of A is spread over the columns k; the inputs are put into the same order once
 (`arrange`). Of a unit of 128 columns: positions 0..63 the first halves of its four blocks, 64..127 the second halves.
-WIDE columns in a run belong to one thread: 4 for the instruction of a warp, 2 for that of four warps (wgmma).
+WIDE columns in a run belong to one thread: 8 for the instruction of a warp, 2 for that of four warps (wgmma).
 """
 
 import triton
@@ -12,49 +12,60 @@ import triton.language as tl
 
 
 @triton.jit
-def numbers(octets, factor, INTERPRET: tl.constexpr):
-    """Woven bytes [rows, 64], factors (bits of bf16, uint16) of that shape -> first and second halves, each [rows, 64].
-
-    bf16; under the interpreter, which multiplies the bit patterns of bf16, fp32.
+def numbers(words, factor, INTERPRET: tl.constexpr):
+    """Woven words int32 [rows, 16], factors of that shape (bits of bf16, in both halves of an int32)
+    -> first and second halves of the blocks, each [rows, 64]: bf16; under the interpreter, which multiplies the bit
+    patterns of bf16, fp32. A word stays within an element, whatever order a layout gives the registers.
     """
     if INTERPRET:
-        rows: tl.constexpr = octets.shape[0]
-        power = (factor.to(tl.uint32) << 16).to(tl.float32, bitcast=True)
-        bytes_ = tl.reshape(octets.to(tl.uint32), [rows, 16, 4])
-        words = tl.sum(bytes_ << (8 * tl.arange(0, 4)).to(tl.uint32)[None, None, :], 2)[:, :, None]
-        place = tl.arange(0, 4)[None, None, :].to(tl.uint32)
-        lane, is_second = 16 * (place % 2), place // 2 == 1
-        bits = (words << tl.where(is_second, 3, 0).to(tl.uint32)) & 0x81C081C0
-        late = ((words << 1) & 0x80008000) | ((words >> 3) & 0x01800180) | ((words >> 7) & 0x00400040)
-        late = tl.where(is_second, late, (words << 6) & 0x81C081C0)
-        first = ((bits >> lane) << 16).to(tl.float32, bitcast=True)
-        second = ((late >> lane) << 16).to(tl.float32, bitcast=True)
-        return tl.reshape(first, [rows, 64]) * power, tl.reshape(second, [rows, 64]) * power
-    return tl.inline_asm_elementwise(
-        """
-        {
-        .reg .b32 t, u, v;
-        and.b32 $0, $4, 0x81C081C0;
-        mul.bf16x2 $0, $0, $5;
-        shl.b32 t, $4, 3;
-        and.b32 $1, t, 0x81C081C0;
-        mul.bf16x2 $1, $1, $5;
-        shl.b32 t, $4, 6;
-        and.b32 $2, t, 0x81C081C0;
-        mul.bf16x2 $2, $2, $5;
-        shl.b32 t, $4, 1;
-        and.b32 t, t, 0x80008000;
-        shr.u32 u, $4, 3;
-        and.b32 u, u, 0x01800180;
-        or.b32 t, t, u;
-        shr.u32 v, $4, 7;
-        and.b32 v, v, 0x00400040;
-        or.b32 $3, t, v;
-        mul.bf16x2 $3, $3, $5;
-        }
-        """,
-        "=&r,=&r,=&r,=&r,r,r,r", [octets, factor], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4,
-    )  # fmt: skip
+        bits = words.to(tl.uint32, bitcast=True)
+        late = ((bits << 1) & 0x80008000) | ((bits >> 3) & 0x01800180) | ((bits >> 7) & 0x00400040)
+        b01, b23, b45 = bits & 0x81C081C0, (bits << 3) & 0x81C081C0, (bits << 6) & 0x81C081C0
+        power = (factor << 16).to(tl.float32, bitcast=True)
+        b0, b1, b2, b3 = exact(b01 << 16), exact(b01), exact(b23 << 16), exact(b23)
+        b4, b5, b6, b7 = exact(b45 << 16), exact(b45), exact(late << 16), exact(late)
+        b0, b1, b2, b3, b4, b5, b6, b7 = (
+            b0 * power, b1 * power, b2 * power, b3 * power, b4 * power, b5 * power, b6 * power, b7 * power
+        )  # fmt: skip
+    else:
+        b0, b1, b2, b3, b4, b5, b6, b7 = tl.inline_asm_elementwise(
+            """
+            {
+            .reg .b32 p, t, u;
+            and.b32 p, $8, 0x81C081C0;
+            mul.bf16x2 p, p, $9;
+            mov.b32 {$0, $1}, p;
+            shl.b32 p, $8, 3;
+            and.b32 p, p, 0x81C081C0;
+            mul.bf16x2 p, p, $9;
+            mov.b32 {$2, $3}, p;
+            shl.b32 p, $8, 6;
+            and.b32 p, p, 0x81C081C0;
+            mul.bf16x2 p, p, $9;
+            mov.b32 {$4, $5}, p;
+            shl.b32 p, $8, 1;
+            and.b32 p, p, 0x80008000;
+            shr.u32 t, $8, 3;
+            and.b32 t, t, 0x01800180;
+            shr.u32 u, $8, 7;
+            and.b32 u, u, 0x00400040;
+            or.b32 p, p, t;
+            or.b32 p, p, u;
+            mul.bf16x2 p, p, $9;
+            mov.b32 {$6, $7}, p;
+            }
+            """,
+            "=&h,=&h,=&h,=&h,=&h,=&h,=&h,=&h,r,r", [words, factor], dtype=(tl.bfloat16,) * 8, is_pure=True, pack=1,
+        )  # fmt: skip
+    rows: tl.constexpr = words.shape[0]
+    first = tl.reshape(tl.join(tl.join(b0, b2), tl.join(b1, b3)), [rows, 64])
+    return first, tl.reshape(tl.join(tl.join(b4, b6), tl.join(b5, b7)), [rows, 64])
+
+
+@triton.jit
+def exact(bits):
+    """The number whose upper half of fp32 `bits` holds."""
+    return (bits & 0xFFFF0000).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -87,7 +98,7 @@ def product(
     i = tl.arange(0, BLOCK)
     tile = i // (16 * WARPS) * (2 * WARPS) + i // 8 % WARPS * 2 + i // (8 * WARPS) % 2
     at = (row_tile + tile) * num_units
-    octet_at = packed + (at * 512 + i % 8 * 64)[:, None] + tl.arange(0, 64)[None, :]
+    word_at = packed + (at * 128 + i % 8 * 16)[:, None] + tl.arange(0, 16)[None, :]
     scale_at = scales + (at * 32 + i % 8 * 4)[:, None] + tl.arange(0, 4)[None, :]
     column = tl.arange(0, 64)[:, None]
     row1 = first + tl.arange(0, N1)
@@ -99,11 +110,11 @@ def product(
         sums2 = tl.zeros([BLOCK, N2], tl.float32)
     dtype: tl.constexpr = tl.float32 if INTERPRET else x.dtype.element_ty
     for unit in range(num_units):
-        octets = tl.load(octet_at + unit * 512)
+        words = tl.load(word_at + unit * 128)
         # 2^126 of the bits' places, 2^(byte - 127) and 2^-32: bf16 holds it for bytes up to 160, beyond is infinity
         factor = tl.minimum(tl.load(scale_at + unit * 32).to(tl.int32) + 94, 255) << 7
-        factor = tl.broadcast_to(factor.to(tl.uint16)[:, :, None], [BLOCK, 4, 16])
-        low, high = numbers(octets, tl.reshape(factor, [BLOCK, 64]), INTERPRET)
+        factor = tl.broadcast_to((factor | factor << 16)[:, :, None], [BLOCK, 4, 4])
+        low, high = numbers(words, tl.reshape(factor, [BLOCK, 16]), INTERPRET)
         low, high = operand(low, BLOCK, WIDE, WARPS), operand(high, BLOCK, WIDE, WARPS)
         sums1 = times(low, tl.load(x1 + unit * 128, mask=live1, other=0.0), sums1, dtype)
         if N2:
