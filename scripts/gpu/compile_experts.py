@@ -62,6 +62,7 @@ def report(plans: Iterable[tuple[str, Plan, bool, str]]) -> int:
     for name, plan, is_pairs, dtype in plans:
         for part, tile in (("first", plan.first), ("second", plan.second)):
             options = {"num_warps": tile.warps, "num_stages": tile.stages}
+            options |= {"maxnreg": tile.registers} if tile.registers else {}
             try:
                 built = triton.compile(source(tile, part == "first", is_pairs, dtype), target=HOPPER, options=options)
             except (triton.CompilationError, RuntimeError) as error:
@@ -72,8 +73,9 @@ def report(plans: Iterable[tuple[str, Plan, bool, str]]) -> int:
             failed |= int(shared > SHARED_LIMIT)
             counts = f"wgmma {ptx.count('wgmma.mma_async')}, mma {ptx.count('mma.sync')}"
             serial = ", serial" if is_serial(ptx) else ""
-            print(f"{name:7} {part:6} {tile.rows}+{tile.more} x {tile.block}, {tile.warps} warps, {tile.stages} stages:"
-                  f" {resources(built.asm['cubin'])}, {shared} B shared, {counts}{serial}", flush=True)  # fmt: skip
+            cut = f"{tile.rows}+{tile.more} x {tile.block}, {tile.warps} warps, {tile.stages} stages"
+            used = f"{resources(built.asm['cubin'])} of {tile.registers or 255}, {shared} B shared"
+            print(f"{name:7} {part:6} {cut}: {used}, {counts}{serial}", flush=True)
     return failed
 
 

@@ -22,13 +22,17 @@ from baltoro.kernels.moe.permute import ROW_UNIT, UNIT, PermutedExperts, padded
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """How a product is cut: `rows` + `more` rows of inputs (each a power of two, or no more) by `block` of weights."""
+    """How a product is cut: `rows` + `more` rows of inputs (each a power of two, or no more) by `block` of weights.
+
+    registers   most a thread may have, 0 for no bound: fewer, so that more programs are resident
+    """
 
     rows: int
     more: int
     block: int
     warps: int
     stages: int
+    registers: int = 0
 
     @property
     def wide(self) -> int:
@@ -155,7 +159,8 @@ def _shape(tile: Tile, *, is_pairs: bool) -> dict[str, Any]:
     """A kernel's constants and options."""
     from triton import knobs
 
-    return {
+    bound = {"maxnreg": tile.registers} if tile.registers else {}
+    return bound | {
         "N1": tile.rows, "N2": tile.more, "BLOCK": tile.block, "WIDE": tile.wide, "WARPS": tile.warps,
         "IS_PAIRS": is_pairs, "INTERPRET": knobs.runtime.interpret,
         "num_warps": tile.warps, "num_stages": tile.stages,
@@ -181,8 +186,8 @@ def first(
     hidden = torch.empty(ids.numel(), inner, dtype=x.dtype, device=x.device)
     wide_next = plan.second.wide
     tile_kernels.first_product[(2 * inner // plan.first.block, grid)](
-        x, table, ids, w.packed.view(torch.int32), w.scale, hidden, len(w.packed), ids.shape[1], x.shape[1] // UNIT, inner // UNIT,
-        beta, linear_beta, KIND=kind, WIDE_NEXT=wide_next, IS_ARRANGED=is_arranged,
+        x, table, ids, w.packed.view(torch.int32), w.scale, hidden,
+        len(w.packed), ids.shape[1], x.shape[1] // UNIT, inner // UNIT, beta, linear_beta, KIND=kind, WIDE_NEXT=wide_next, IS_ARRANGED=is_arranged,
         **_shape(plan.first, is_pairs=is_pairs),
     )  # fmt: skip
     return hidden
