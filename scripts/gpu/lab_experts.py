@@ -13,7 +13,7 @@ import argparse
 import os
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from concurrent.futures import Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing import get_context
@@ -33,6 +33,7 @@ from baltoro.kernels.quant import mxfp8
 DEVICE = "cuda"
 ACTIVATION = (1, 4.0, 25.0)  # SiTU
 CHECKED = 16
+EXACT_CASES = ("16 pairs", "512 rows")  # also in float32
 # (tokens, pairs a token, is_pairs)
 CASES = {"16 pairs": (1, ACTIVE, True), "512 rows": (512, 1, False), "16352 rows": (1022, ACTIVE, False)}
 # (rows, more, block, warps, stages, most registers), the most promising first
@@ -65,6 +66,15 @@ class Case:
     is_pairs: bool
     exact: Tensor | None = None
     times: dict[tuple[str, tuple[int, ...]], float] = field(default_factory=dict)
+
+
+def configured(c: Case) -> Plan:
+    return tile_experts.plan_for(c.ids.numel(), RESIDENT, torch.bfloat16, is_pairs=c.is_pairs)
+
+
+def as_float32(c: Case) -> Case:
+    """Its first tokens."""
+    return Case(c.name, c.z.float()[:CHECKED], c.ids[:CHECKED], c.shares[:CHECKED], c.is_pairs)
 
 
 def plan_of(variant: tuple[int, ...]) -> Plan:
@@ -102,9 +112,17 @@ def product(experts: PermutedExperts, c: Case, plan: Plan, *, is_w4a8: bool = Fa
 
 
 def compile_one(name: str, variant: tuple[int, ...]) -> str:
-    """In a worker: run a variant once on garbage, so that what it compiles lies in the cache. "" or what went wrong."""
+    """In a worker: run a variant once on garbage, so that what it compiles lies in the cache; no variant: what `checks`
+    runs. Returns "" or what went wrong.
+    """
     try:
-        product(unwritten(DEVICE), case(name, DEVICE), plan_of(variant))
+        experts, c = unwritten(DEVICE), case(name, DEVICE)
+        if variant:
+            product(experts, c, plan_of(variant))
+        else:
+            product(experts, c, configured(c), is_w4a8=True)
+            if name in EXACT_CASES:
+                product(experts, as_float32(c), tile_experts.EXACT)
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
     except Exception as error:  # noqa: BLE001 - a report of any failure is the purpose
@@ -174,14 +192,12 @@ def checks(experts: PermutedExperts, cases: dict[str, Case]) -> None:
     say(f"MXFP8 rounding: {'equal' if torch.equal(got, same) else f'off by {gap(got, same.double()):.1e}'}")
     for c in cases.values():
         if c.exact is not None:
-            plan = tile_experts.plan_for(c.ids.numel(), RESIDENT, torch.bfloat16, is_pairs=c.is_pairs)
             poison(DEVICE)
-            say(f"W4A8, {c.name}: error {gap(product(experts, c, plan, is_w4a8=True)[:CHECKED], c.exact):.2e}")
-    for name in ("16 pairs", "512 rows"):
-        c = cases[name]
-        if c.exact is not None:
-            wide = Case(name, c.z.float()[:CHECKED], c.ids[:CHECKED], c.shares[:CHECKED], c.is_pairs)
-            say(f"float32, {name}: error {gap(product(experts, wide, tile_experts.EXACT), c.exact):.2e}")
+            out = product(experts, c, configured(c), is_w4a8=True)[:CHECKED]
+            say(f"W4A8, {c.name}: error {gap(out, c.exact):.2e}")
+            if c.name in EXACT_CASES:
+                out = product(experts, as_float32(c), tile_experts.EXACT)
+                say(f"float32, {c.name}: error {gap(out, c.exact):.2e}")
 
 
 def check_and_time(experts: PermutedExperts, c: Case, variant: tuple[int, ...]) -> None:
@@ -200,31 +216,28 @@ def check_and_time(experts: PermutedExperts, c: Case, variant: tuple[int, ...]) 
     say(f"{c.name}, {variant}: error {error:.1e}, {', '.join(found)} us")
 
 
-def sweep(pending: dict[Future[str], tuple[str, tuple[int, ...]]], experts: PermutedExperts,
-          cases: dict[str, Case], deadline: float) -> None:  # fmt: skip
-    """Variants as their compilation ends."""
-    try:
-        for done in as_completed(pending, timeout=max(1.0, deadline - time.monotonic())):
-            name, variant = pending[done]
-            wrong = done.result() if done.exception() is None else repr(done.exception())
-            if wrong:
-                say(f"{name}, {variant}: {wrong}")
-                continue
+def sweep(
+    compiled: dict[tuple[str, tuple[int, ...]], str], experts: PermutedExperts, cases: dict[str, Case], deadline: float
+) -> None:
+    """The variants that compiled, in order; the others with what went wrong."""
+    for (name, variant), wrong in compiled.items():
+        if wrong:
+            say(f"{name}, {variant}: {wrong}")
+        elif not variant:
+            continue
+        elif time.monotonic() > deadline:
+            say(f"{name}, {variant}: time is up")
+        else:
             try:
                 check_and_time(experts, cases[name], variant)
             except Exception as error:  # noqa: BLE001 - reported, and the next one goes on
                 say(f"{name}, {variant}: {type(error).__name__}: {str(error)[:200]}")
-            if time.monotonic() > deadline:
-                say("time is up, the rest is not measured")
-                return
-    except TimeoutError:
-        say("time is up, the rest is not compiled")
 
 
 def wholes(experts: PermutedExperts, c: Case, limits: Ceilings) -> Iterator[str]:
     """The whole product: as configured, and with the best tile of each product (equal numbers of rows)."""
     floor = floors(limits, c)
-    plans = {"configured": tile_experts.plan_for(c.ids.numel(), RESIDENT, torch.bfloat16, is_pairs=c.is_pairs)}
+    plans = {"configured": configured(c)}
     ranked = sorted((us, part, variant) for (part, variant), us in c.times.items())
     for part in ("first", "second"):
         for us, which, variant in ranked:
@@ -245,26 +258,43 @@ def wholes(experts: PermutedExperts, c: Case, limits: Ceilings) -> Iterator[str]
             yield f"{c.name:11} whole  {kind} {name}: {us:.1f} us, {us / floor['whole']:.2f} x floor"
 
 
-def measure(seconds: float) -> None:
-    """The lab."""
+def compile_all(limit: float) -> tuple[dict[tuple[str, tuple[int, ...]], str], PermutedExperts, dict[str, Case]]:
+    """Compile in workers, for `limit` seconds at most, and build inputs and references meanwhile.
+
+    Nothing is timed before the workers are gone: they share the device.
+    """
+    longest = max(len(v) for v in VARIANTS.values())
+    queue: list[tuple[str, tuple[int, ...]]] = [(name, ()) for name in VARIANTS]
+    queue += [(n, v[i]) for i in range(longest) for n, v in VARIANTS.items() if i < len(v)]
     begun = time.monotonic()
-    context = get_context("spawn")
-    with ProcessPoolExecutor(min(14, os.cpu_count() or 1), mp_context=context) as pool:
-        longest = max(len(v) for v in VARIANTS.values())
-        queue = [(n, v[i]) for i in range(longest) for n, v in VARIANTS.items() if i < len(v)]
-        pending = {pool.submit(compile_one, name, variant): (name, variant) for name, variant in queue}
+    with ProcessPoolExecutor(min(14, os.cpu_count() or 1), mp_context=get_context("spawn")) as pool:
+        futures = {key: pool.submit(compile_one, *key) for key in queue}
         weights = resident_experts(DEVICE)
         experts = permute_experts(weights)
         cases = {name: case(name, DEVICE) for name in CASES}
         for c in cases.values():
-            c.exact = grouped(
-                c.z[:CHECKED].double(), c.ids[:CHECKED], c.shares[:CHECKED].double(), weights, activation=SITU
-            )
-        del weights
-        torch.cuda.synchronize()
+            shares = c.shares[:CHECKED].double()
+            c.exact = grouped(c.z[:CHECKED].double(), c.ids[:CHECKED], shares, weights, activation=SITU)
         say(f"inputs and references at {time.monotonic() - begun:.0f} s")
-        sweep(pending, experts, cases, begun + seconds - 12)
-        pool.shutdown(wait=False, cancel_futures=True)
+        wait(futures.values(), timeout=max(1.0, limit - (time.monotonic() - begun)))
+        pool.shutdown(wait=True, cancel_futures=True)
+    return {key: outcome(future) for key, future in futures.items()}, experts, cases
+
+
+def outcome(future: Future[str]) -> str:
+    """ "" or what went wrong in a worker."""
+    if future.cancelled() or not future.done():
+        return "not compiled in time"
+    error = future.exception()
+    return future.result() if error is None else repr(error)
+
+
+def measure(seconds: float) -> None:
+    """The lab."""
+    begun = time.monotonic()
+    compiled, experts, cases = compile_all(0.6 * seconds)
+    say(f"compiled at {time.monotonic() - begun:.0f} s")
+    sweep(compiled, experts, cases, begun + seconds - 8)
     say(f"swept at {time.monotonic() - begun:.0f} s")
     try:
         checks(experts, cases)

@@ -184,11 +184,10 @@ def first(
 
     inner, (kind, beta, linear_beta), w = padded(experts.inner), activation, experts.first
     hidden = torch.empty(ids.numel(), inner, dtype=x.dtype, device=x.device)
-    wide_next = plan.second.wide
     tile_kernels.first_product[(2 * inner // plan.first.block, grid)](
         x, table, ids, w.packed.view(torch.int32), w.scale, hidden,
-        len(w.packed), ids.shape[1], x.shape[1] // UNIT, inner // UNIT, beta, linear_beta, KIND=kind, WIDE_NEXT=wide_next, IS_ARRANGED=is_arranged,
-        **_shape(plan.first, is_pairs=is_pairs),
+        len(w.packed), ids.shape[1], x.shape[1] // UNIT, inner // UNIT, beta, linear_beta,
+        KIND=kind, WIDE_NEXT=plan.second.wide, IS_ARRANGED=is_arranged, **_shape(plan.first, is_pairs=is_pairs),
     )  # fmt: skip
     return hidden
 
