@@ -8,31 +8,58 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baltoro.kernels.moe.experts import ExpertWeights, Packed
-from baltoro.kernels.moe.permute import permute, permute_experts, unpermute
+from baltoro.kernels.moe.permute import padded, permute_experts, permute_matrix, unpermute_matrix, unweave, weave
 from baltoro.kernels.moe.tiles import tile_table
-from baltoro.kernels.quant.mxfp4 import unpack
+from baltoro.kernels.quant.mxfp4 import dequantise, pack
 
 
 @given(st.integers(0, 3), st.integers(1, 3))
-def test_published_bytes_come_back(rows: int, blocks: int) -> None:
+def test_woven_codes_come_back(rows: int, blocks: int) -> None:
+    codes = torch.randint(0, 16, (rows, blocks * 32), dtype=torch.uint8)
+    assert weave(codes).shape == (rows, blocks * 16)
+    assert torch.equal(unweave(weave(codes)), codes)
+
+
+@given(st.integers(1, 300), st.integers(1, 9))
+def test_a_matrix_comes_back_from_its_tiles(rows: int, blocks: int) -> None:
     packed = torch.randint(0, 256, (rows, blocks * 16), dtype=torch.uint8)
-    assert torch.equal(unpermute(permute(packed)), packed)
-    assert torch.equal(permute(unpermute(packed)), packed)
+    scale = torch.randint(0, 256, (rows, blocks), dtype=torch.uint8)
+    tiles, scales = permute_matrix(packed, scale, 128)
+    assert tiles.shape == (padded(rows) // 8, padded(blocks * 32) // 128, 512) and scales.shape == (
+        *tiles.shape[:2],
+        32,
+    )
+    back, scale_back = unpermute_matrix(tiles, scales, rows, blocks * 32)
+    assert torch.equal(back, packed) and torch.equal(scale_back, scale)
 
 
-def test_a_halved_byte_holds_columns_half_a_block_apart() -> None:
-    packed = torch.randint(0, 256, (2, 32), dtype=torch.uint8)
-    columns, halved = unpack(packed).view(2, 2, 32), permute(packed).view(2, 2, 16)
-    assert torch.equal(halved & 15, columns[..., :16]) and torch.equal(halved >> 4, columns[..., 16:])
+def test_a_shift_and_a_mask_make_two_numbers_of_bf16() -> None:
+    codes = torch.arange(32, dtype=torch.uint8).remainder(16)[None]
+    expected = dequantise(pack(codes), torch.full((1, 1), 127, dtype=torch.uint8), torch.float32)[0]
+    words = weave(codes).view(torch.int32)[0].long() & 0xFFFFFFFF
+    pairs = [words & 0x81C081C0, words << 3 & 0x81C081C0, words << 6 & 0x81C081C0]
+    pairs.append(words << 1 & 0x80008000 | words >> 3 & 0x01800180 | words >> 7 & 0x00400040)
+    for pair, bits in enumerate(pairs):
+        for lane in range(2):
+            number = (bits >> 16 * lane & 0xFFFF).to(torch.uint16).view(torch.bfloat16).double() * 2.0**126
+            column = pair // 2 * 16 + pair % 2 * 2 + lane + 4 * torch.arange(4)
+            assert torch.equal(number.float(), expected[column])
 
 
-def test_experts_are_copied_and_dense_ones_refused() -> None:
-    one = Packed(torch.randint(0, 256, (3, 4, 32), dtype=torch.uint8), torch.full((3, 4, 2), 127, dtype=torch.uint8))
-    before = one.packed.clone()
-    halved = permute_experts(ExpertWeights(w1=one, w3=one, w2=one))
-    assert torch.equal(unpermute(halved.w2.packed), before) and torch.equal(one.packed, before)
+def test_gate_and_up_take_turns_and_dense_experts_are_refused() -> None:
+    def matrix(rows: int, columns: int) -> Packed:
+        packed = torch.randint(0, 256, (2, rows, columns // 2), dtype=torch.uint8)
+        return Packed(packed, torch.randint(0, 256, (2, rows, columns // 32), dtype=torch.uint8))
+
+    gate, up, down = matrix(40, 96), matrix(40, 96), matrix(96, 32)
+    experts = permute_experts(ExpertWeights(w1=gate, w3=up, w2=down))
+    assert (experts.width, experts.inner) == (96, 40) and experts.second.packed.shape == (2, 32, 1, 512)
+    for part, one in enumerate((gate, up)):
+        tiles, scales = (t[1].unflatten(0, (-1, 2))[:, part] for t in (experts.first.packed, experts.first.scale))
+        packed, scale = unpermute_matrix(tiles, scales, 40, 96)
+        assert torch.equal(packed, one.packed[1]) and torch.equal(scale, one.scale[1])
     with pytest.raises(TypeError, match="quantise"):
-        permute_experts(ExpertWeights(w1=one, w3=torch.zeros(3, 4, 64), w2=one))
+        permute_experts(ExpertWeights(w1=gate, w3=torch.zeros(2, 40, 96), w2=down))
 
 
 @given(st.integers(0, 12), st.integers(1, 3), st.integers(1, 5), st.sampled_from([1, 2, 4]), st.integers(0, 1000))

@@ -10,10 +10,12 @@ from torch import Tensor
 
 from baltoro.bench.kernels.moe import resident_experts
 from baltoro.kernels.linear import fast, reference
-from baltoro.kernels.moe import fast_experts, fast_route
+from baltoro.kernels.moe import fast_experts, fast_route, tile_experts
 from baltoro.kernels.moe.experts import grouped
 from baltoro.kernels.moe.permute import permute_experts
 from baltoro.kernels.moe.reference import route, situ_glu
+from baltoro.kernels.moe.tiles import tile_table
+from baltoro.kernels.quant import mxfp8
 from tests.kernels.tolerances import TOLERANCES
 
 pytestmark = pytest.mark.gpu
@@ -53,11 +55,11 @@ def test_products(rows: int, dtype: torch.dtype) -> None:
 
 
 @DTYPES
-@pytest.mark.parametrize("is_halved", [False, True])
-@pytest.mark.parametrize(("tokens", "active"), [(1, 16), (4, 16), (50, 3), (400, 8)])
-def test_experts(tokens: int, active: int, is_halved: bool, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("is_permuted", [False, True])
+@pytest.mark.parametrize(("tokens", "active"), [(1, 16), (4, 16), (50, 3), (100, 4), (100, 8), (400, 8)])
+def test_experts(tokens: int, active: int, is_permuted: bool, dtype: torch.dtype) -> None:
     weights = resident_experts("cuda", num=24, width=608, inner=352)
-    experts = permute_experts(weights) if is_halved else weights
+    experts = permute_experts(weights) if is_permuted else weights
     z = torch.randn(tokens, 608, device="cuda").to(dtype)
     ids = torch.rand(tokens, 24, device="cuda").topk(active).indices
     shares, activation = torch.rand(tokens, active, device="cuda"), partial(situ_glu, beta=4.0, linear_beta=25.0)
@@ -67,3 +69,28 @@ def test_experts(tokens: int, active: int, is_halved: bool, dtype: torch.dtype) 
     assert gap(out, expected) < bound
     again = fast_experts.expert_product(z, ids, shares, experts, activation=activation)
     assert torch.equal(out, again)
+
+
+@pytest.mark.parametrize("plan", [tile_experts.PAIRS, *(plan for _, plan in tile_experts.GROUPS)])
+def test_every_plan_of_permuted_experts_for_few_and_many_rows(plan: tile_experts.Plan) -> None:
+    weights = resident_experts("cuda", num=6, width=608, inner=352)
+    permuted, activation = permute_experts(weights), partial(situ_glu, beta=4.0, linear_beta=25.0)
+    for tokens in (1, 9, 300):
+        z, shares = torch.randn(tokens, 608, device="cuda").bfloat16(), torch.rand(tokens, 2, device="cuda")
+        ids = torch.rand(tokens, 6, device="cuda").topk(2).indices
+        expected = grouped(z.double(), ids, shares.double(), weights, activation=activation)
+        for is_pairs in {plan is tile_experts.PAIRS, False}:
+            out = tile_experts.run(z, ids, shares, permuted, (1, 4.0, 25.0), plan, is_pairs=is_pairs)
+            assert gap(out, expected) < TOLERANCES["expert_product_grouped"]["bfloat16"]
+
+
+@pytest.mark.parametrize("tokens", [1, 700])
+def test_pairs_are_grouped_and_rounded_as_in_torch(tokens: int) -> None:
+    ids = torch.rand(tokens, 112, device="cuda").topk(16).indices
+    order, table = tile_experts.grouped(ids, 112, 16)
+    expected_order, expected = tile_table(ids, 112, 16)
+    assert torch.equal(order, expected_order) and torch.equal(table[0], expected[0])
+    assert torch.equal(table[:, table[0] < 112], expected[:, expected[0] < 112])
+    x = torch.randn(tokens, 608, device="cuda").bfloat16() * 30
+    rounded = tile_experts.arranged(x, None, 8, 608, num_active=1, is_rounded=True)
+    assert torch.equal(rounded, tile_experts.arranged(mxfp8.fake(x), None, 8, 608, num_active=1, is_rounded=False))

@@ -1,13 +1,14 @@
-"""Kernel bodies of `fast_experts`: need triton; imported on first use.
+"""Kernel bodies of `fast_experts` for the published order of bytes: need triton; imported on first use.
 
 MXFP4 weights as int8 pairs: `bytes` [E, out, in/2], `scales` [E, out, in/32]. An element's bits put at fp16's places
 (sign to 15, the three others to 9..11) are its value times 2^-14, the subnormal 0.5 included; the scale's exponent
 takes the 2^14 back. Scale bytes above 240 (2^113) become NaN.
-IS_HALVED says in which order a block's columns lie in its 16 bytes: see permute.py.
 """
 
 import triton
 import triton.language as tl
+
+from baltoro.kernels.moe.tile_kernels import activated
 
 
 @triton.jit
@@ -26,35 +27,7 @@ def scale_of(byte):
 
 
 @triton.jit
-def activated(gate, up, beta, linear_beta, KIND: tl.constexpr):
-    """KIND 0: silu(gate) up; 1: SiTU; 2: SiTU with a linear up. fp32."""
-    share = 1.0 / (1.0 + tl.exp(-gate))
-    if KIND == 0:
-        out = gate * share * up
-    else:
-        bent = beta * bounded(gate / beta) * share
-        out = bent * (linear_beta * bounded(up / linear_beta) if KIND == 1 else up)
-    return out
-
-
-@triton.jit
-def bounded(x):
-    """tanh, without libdevice."""
-    return 2.0 / (1.0 + tl.exp(-2.0 * x)) - 1.0
-
-
-@triton.jit
-def low_columns(byte, IS_HALVED: tl.constexpr):
-    """Column of the low nibble of a row's byte."""
-    if IS_HALVED:
-        column = byte // 16 * 32 + byte % 16
-    else:
-        column = byte * 2
-    return column
-
-
-@triton.jit
-def partial_sums(sums, x_low, x_high, packed, scales, row, block, mask, num_blocks, IS_HALVED: tl.constexpr):
+def partial_sums(sums, x_low, x_high, packed, scales, row, block, mask, num_blocks):
     """Add x times a tile of weights, [rows, blocks, 16], to `sums` of that shape.
 
     row [rows] int64: row of the matrix of all experts; block [blocks]: block of 32 columns.
@@ -69,7 +42,7 @@ def partial_sums(sums, x_low, x_high, packed, scales, row, block, mask, num_bloc
 @triton.jit
 def first_of_pairs(
     z, ids, w1, s1, w3, s3, hidden, num_active, num_hidden, width, beta, linear_beta,
-    KIND: tl.constexpr, BLOCK_N: tl.constexpr, BLOCKS: tl.constexpr, IS_HALVED: tl.constexpr,
+    KIND: tl.constexpr, BLOCK_N: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """hidden fp32 [pairs, F] = activation(w1 z, w3 z) of each pair's expert; grid (pairs, blocks of F)."""
     pair = tl.program_id(0).to(tl.int64)
@@ -80,14 +53,14 @@ def first_of_pairs(
     ups = tl.zeros([BLOCK_N, BLOCKS, 16], tl.float32)
     for start in range(0, num_blocks, BLOCKS):
         block = start + tl.arange(0, BLOCKS)
-        low = low_columns(block[:, None] * 16 + tl.arange(0, 16)[None, :], IS_HALVED)
+        low = 2 * (block[:, None] * 16 + tl.arange(0, 16)[None, :])
         is_real = block < num_blocks
         at = z + pair // num_active * width + low
         x_low = tl.load(at, mask=is_real[:, None], other=0.0).to(tl.float32)
-        x_high = tl.load(at + (16 if IS_HALVED else 1), mask=is_real[:, None], other=0.0).to(tl.float32)
+        x_high = tl.load(at + 1, mask=is_real[:, None], other=0.0).to(tl.float32)
         mask = (column < num_hidden)[:, None] & is_real[None, :]
-        gates = partial_sums(gates, x_low, x_high, w1, s1, row, block, mask, num_blocks, IS_HALVED)
-        ups = partial_sums(ups, x_low, x_high, w3, s3, row, block, mask, num_blocks, IS_HALVED)
+        gates = partial_sums(gates, x_low, x_high, w1, s1, row, block, mask, num_blocks)
+        ups = partial_sums(ups, x_low, x_high, w3, s3, row, block, mask, num_blocks)
     gate, up = tl.sum(tl.sum(gates, 2), 1), tl.sum(tl.sum(ups, 2), 1)
     out = activated(gate, up, beta, linear_beta, KIND)
     tl.store(hidden + pair * num_hidden + column, out, mask=column < num_hidden)
@@ -96,7 +69,7 @@ def first_of_pairs(
 @triton.jit
 def second_of_tokens(
     hidden, ids, weights, w2, s2, out, num_active, num_hidden, width,
-    BLOCK_N: tl.constexpr, BLOCKS: tl.constexpr, IS_HALVED: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """out [T, M] = sum over the token's experts of weight * w2 hidden, in fp32, rounded once; grid (T, blocks of M)."""
     token = tl.program_id(0).to(tl.int64)
@@ -109,13 +82,13 @@ def second_of_tokens(
         weight = tl.load(weights + pair)
         for start in range(0, num_blocks, BLOCKS):
             block = start + tl.arange(0, BLOCKS)
-            low = low_columns(block[:, None] * 16 + tl.arange(0, 16)[None, :], IS_HALVED)
+            low = 2 * (block[:, None] * 16 + tl.arange(0, 16)[None, :])
             is_real = block < num_blocks
             at = hidden + pair * num_hidden + low
             x_low = tl.load(at, mask=is_real[:, None], other=0.0).to(tl.float32) * weight
-            x_high = tl.load(at + (16 if IS_HALVED else 1), mask=is_real[:, None], other=0.0).to(tl.float32) * weight
+            x_high = tl.load(at + 1, mask=is_real[:, None], other=0.0).to(tl.float32) * weight
             mask = (column < width)[:, None] & is_real[None, :]
-            sums = partial_sums(sums, x_low, x_high, w2, s2, row, block, mask, num_blocks, IS_HALVED)
+            sums = partial_sums(sums, x_low, x_high, w2, s2, row, block, mask, num_blocks)
     tl.store(out + token * width + column, tl.sum(tl.sum(sums, 2), 1), mask=column < width)
 
 
@@ -140,7 +113,7 @@ def tile_product(sums, x_low, x_high, packed, scales, row, byte, mask, num_bytes
 def first_of_groups(
     z, order, tiles, w1, s1, w3, s3, hidden, num_experts, num_active, num_hidden, width, beta, linear_beta,
     KIND: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    IS_HALVED: tl.constexpr, INTERPRET: tl.constexpr,
+    INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """hidden [pairs sorted by expert, F]; grid (tiles, blocks of F). tiles int32 [3, tiles]: expert, first, end row."""
     tile, num_tiles = tl.program_id(0), tl.num_programs(0)
@@ -156,10 +129,10 @@ def first_of_groups(
     up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for start in range(0, num_bytes, BLOCK_K):
         byte = start + tl.arange(0, BLOCK_K)
-        at = z + token[:, None] * width + low_columns(byte, IS_HALVED)[None, :]
+        at = z + token[:, None] * width + 2 * byte[None, :]
         x_mask = is_row[:, None] & (byte < num_bytes)[None, :]
         x_low = tl.load(at, mask=x_mask, other=0.0)
-        x_high = tl.load(at + (16 if IS_HALVED else 1), mask=x_mask, other=0.0)
+        x_high = tl.load(at + 1, mask=x_mask, other=0.0)
         mask = (column < num_hidden)[:, None] & (byte < num_bytes)[None, :]
         gate = tile_product(gate, x_low, x_high, w1, s1, row, byte, mask, num_bytes, INTERPRET)
         up = tile_product(up, x_low, x_high, w3, s3, row, byte, mask, num_bytes, INTERPRET)
@@ -172,7 +145,7 @@ def first_of_groups(
 def second_of_groups(
     hidden, order, tiles, w2, s2, out, num_experts, num_hidden, width,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    IS_HALVED: tl.constexpr, INTERPRET: tl.constexpr,
+    INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """out [pairs, M] in the order of the pairs, not weighted yet; grid (tiles, blocks of M)."""
     tile, num_tiles = tl.program_id(0), tl.num_programs(0)
@@ -187,23 +160,10 @@ def second_of_groups(
     sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for start in range(0, num_bytes, BLOCK_K):
         byte = start + tl.arange(0, BLOCK_K)
-        at = hidden + place.to(tl.int64)[:, None] * num_hidden + low_columns(byte, IS_HALVED)[None, :]
+        at = hidden + place.to(tl.int64)[:, None] * num_hidden + 2 * byte[None, :]
         x_mask = is_row[:, None] & (byte < num_bytes)[None, :]
         x_low = tl.load(at, mask=x_mask, other=0.0)
-        x_high = tl.load(at + (16 if IS_HALVED else 1), mask=x_mask, other=0.0)
+        x_high = tl.load(at + 1, mask=x_mask, other=0.0)
         mask = (column < width)[:, None] & (byte < num_bytes)[None, :]
         sums = tile_product(sums, x_low, x_high, w2, s2, row, byte, mask, num_bytes, INTERPRET)
     tl.store(out + pair[:, None] * width + column[None, :], sums, mask=is_row[:, None] & (column < width)[None, :])
-
-
-@triton.jit
-def combine(parts, weights, out, num_active, width, BLOCK: tl.constexpr):
-    """out [T, M] = sum over a token's pairs of weight * part, in fp32, in their order; grid (T, blocks of M)."""
-    token = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    total = tl.zeros([BLOCK], tl.float32)
-    for active in range(num_active):
-        pair = token * num_active + active
-        part = tl.load(parts + pair * width + column, mask=column < width, other=0.0).to(tl.float32)
-        total += part * tl.load(weights + pair)
-    tl.store(out + token * width + column, total, mask=column < width)

@@ -1,8 +1,9 @@
 """The product of packed MXFP4 experts in Triton: pair by pair for decode, grouped on the device for prefill.
 
-In and out: as `experts.expert_product`; the experts' bytes in the published order, or halved (permute.py). Products and
-sums in fp32; between the two products decode keeps fp32, prefill rounds to z.dtype. W4A8 (`fake_activations`) rounds
-the inputs of both products to MXFP8; the arithmetic stays that of z.dtype.
+In and out: as `experts.expert_product`; the experts permuted (permute.py): the fast way, in tile_experts.py; or in the
+published order: a fallback that needs no copy of the weights and takes every scale up to 2^113. There products and sums
+are in fp32; between the two products decode keeps fp32, prefill rounds to z.dtype. W4A8 (`fake_activations`) rounds the
+inputs of both products to MXFP8; the arithmetic stays that of z.dtype.
 Dense experts, other dtypes, gradients and activations that no kernel knows go to `device_grouped`.
 Source: spec/k3.md 3.7, spec/kernels.md E.4, E.5.
 """
@@ -15,9 +16,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from baltoro.kernels.moe import device_grouped
+from baltoro.kernels.moe import device_grouped, tile_experts
 from baltoro.kernels.moe.experts import Activation, ExpertWeights, Packed
-from baltoro.kernels.moe.permute import HalvedExperts
+from baltoro.kernels.moe.permute import PermutedExperts
 from baltoro.kernels.moe.reference import silu_glu, situ_glu
 from baltoro.kernels.moe.tiles import tile_table
 from baltoro.kernels.quant import mxfp8
@@ -40,24 +41,24 @@ def expert_product(
     z: Tensor,
     ids: Tensor,
     weights: Tensor,
-    experts: ExpertWeights | HalvedExperts,
+    experts: ExpertWeights | PermutedExperts,
     *,
     activation: Activation,
     fake_weights: bool = False,
     fake_activations: bool = False,
 ) -> Tensor:
-    """z [T, M], ids int64 [T, A], weights [T, A] -> [T, M] in z.dtype. Halved experts have no other form to go to."""
+    """z [T, M], ids int64 [T, A], weights [T, A] -> [T, M] in z.dtype. Permuted experts have no other form to go to."""
     known = known_activation(activation)
     is_ours = known is not None and z.dtype in (torch.bfloat16, torch.float32)
     is_ours = is_ours and not (torch.is_grad_enabled() and (z.requires_grad or weights.requires_grad))
-    packed = isinstance(experts, HalvedExperts) or all(
+    packed = isinstance(experts, PermutedExperts) or all(
         isinstance(w, Packed) for w in (experts.w1, experts.w3, experts.w2)
     )
     if known is not None and is_ours and packed:
         form = of_pairs if ids.numel() <= MAX_PAIRS else of_groups
         return form(z, ids, weights, experts, known, fake_activations=fake_activations)
-    if isinstance(experts, HalvedExperts):
-        raise TypeError("halved experts run in bf16 or float32, without gradients, with SiTU or SiLU only")
+    if isinstance(experts, PermutedExperts):
+        raise TypeError("permuted experts run in bf16 or float32, without gradients, with SiTU or SiLU only")
     return device_grouped.expert_product(
         z,
         ids,
@@ -87,7 +88,7 @@ def of_pairs(
     z: Tensor,
     ids: Tensor,
     weights: Tensor,
-    experts: ExpertWeights | HalvedExperts,
+    experts: ExpertWeights | PermutedExperts,
     known: KnownActivation,
     *,
     fake_activations: bool = False,
@@ -97,7 +98,9 @@ def of_pairs(
 
     from baltoro.kernels.moe import expert_kernels as kernels
 
-    (w1, w3, w2), is_halved = _matrices(experts), isinstance(experts, HalvedExperts)
+    if isinstance(experts, PermutedExperts):
+        return _permuted(z, ids, weights, experts, known, fake_activations=fake_activations, is_pairs=True)
+    w1, w3, w2 = _matrices(experts)
     num_hidden, width = w1.packed.shape[1], w2.packed.shape[1]
     hidden = torch.empty(ids.numel(), num_hidden, dtype=torch.float32, device=z.device)
     out = torch.empty(z.shape, dtype=z.dtype, device=z.device)
@@ -107,13 +110,13 @@ def of_pairs(
     ids, block_n, activation = ids.contiguous(), 8, (known.beta, known.linear_beta)
     kernels.first_of_pairs[(ids.numel(), cdiv(num_hidden, block_n))](
         z, ids, w1.packed, w1.scale, w3.packed, w3.scale, hidden, ids.shape[1], num_hidden, width, *activation,
-        KIND=known.kind, BLOCK_N=block_n, BLOCKS=min(16, next_power_of_2(width // 32)), IS_HALVED=is_halved,
+        KIND=known.kind, BLOCK_N=block_n, BLOCKS=min(16, next_power_of_2(width // 32)),
         num_warps=4,
     )  # fmt: skip
     hidden = mxfp8.fake(hidden) if fake_activations else hidden
     kernels.second_of_tokens[(len(z), cdiv(width, block_n))](
         hidden, ids, weights.float().contiguous(), w2.packed, w2.scale, out, ids.shape[1], num_hidden, width,
-        BLOCK_N=block_n, BLOCKS=min(16, next_power_of_2(num_hidden // 32)), IS_HALVED=is_halved, num_warps=4,
+        BLOCK_N=block_n, BLOCKS=min(16, next_power_of_2(num_hidden // 32)), num_warps=4,
     )  # fmt: skip
     return out
 
@@ -122,7 +125,7 @@ def of_groups(
     z: Tensor,
     ids: Tensor,
     weights: Tensor,
-    experts: ExpertWeights | HalvedExperts,
+    experts: ExpertWeights | PermutedExperts,
     known: KnownActivation,
     *,
     fake_activations: bool = False,
@@ -131,15 +134,18 @@ def of_groups(
     from triton import cdiv, knobs
 
     from baltoro.kernels.moe import expert_kernels as kernels
+    from baltoro.kernels.moe import tile_moves
 
-    (w1, w3, w2), is_halved = _matrices(experts), isinstance(experts, HalvedExperts)
+    if isinstance(experts, PermutedExperts):
+        return _permuted(z, ids, weights, experts, known, fake_activations=fake_activations, is_pairs=False)
+    w1, w3, w2 = _matrices(experts)
     num_experts, num_hidden, width = len(w1.packed), w1.packed.shape[1], w2.packed.shape[1]
     out = torch.empty(z.shape, dtype=z.dtype, device=z.device)
     if not ids.numel():
         return out.zero_()
     block_m, block_n = (16 if ids.numel() <= 16 * num_experts else 64), 64
     order, tiles = tile_table(ids, num_experts, block_m)
-    shape = {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": 32, "IS_HALVED": is_halved}
+    shape = {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": 32}
     shape |= {"INTERPRET": knobs.runtime.interpret, "num_warps": 4, "num_stages": 3}
     hidden = torch.empty(ids.numel(), num_hidden, dtype=z.dtype, device=z.device)
     z = (mxfp8.fake(z) if fake_activations else z).contiguous()
@@ -152,13 +158,30 @@ def of_groups(
     kernels.second_of_groups[(tiles.shape[1], cdiv(width, block_n))](
         hidden, order, tiles, w2.packed, w2.scale, parts, num_experts, num_hidden, width, **shape
     )
-    kernels.combine[(len(z), cdiv(width, 512))](
+    tile_moves.combine[(len(z), cdiv(width, 512))](
         parts, weights.float().contiguous(), out, ids.shape[1], width, BLOCK=512, num_warps=4
     )
     return out
 
 
-def _matrices(experts: ExpertWeights | HalvedExperts) -> tuple[Packed, Packed, Packed]:
-    """w1, w3, w2, contiguous. Packed experts only."""
+def _permuted(
+    z: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    experts: PermutedExperts,
+    known: KnownActivation,
+    *,
+    fake_activations: bool,
+    is_pairs: bool,
+) -> Tensor:
+    plan = tile_experts.plan_for(ids.numel(), len(experts.first.packed), z.dtype, is_pairs=is_pairs)
+    activation = known.kind, known.beta, known.linear_beta
+    return tile_experts.run(
+        z, ids, weights, experts, activation, plan, is_pairs=is_pairs, fake_activations=fake_activations
+    )
+
+
+def _matrices(experts: ExpertWeights) -> tuple[Packed, Packed, Packed]:
+    """w1, w3, w2. Packed experts only."""
     w1, w3, w2 = (w for w in (experts.w1, experts.w3, experts.w2) if isinstance(w, Packed))
     return w1, w3, w2

@@ -8,11 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from baltoro.kernels.moe import fast_experts
+from baltoro.kernels.moe import fast_experts, tile_experts
 from baltoro.kernels.moe.experts import ExpertWeights, Packed, gathered
 from baltoro.kernels.moe.permute import permute_experts
 from baltoro.kernels.moe.reference import silu_glu, situ_glu
-from baltoro.kernels.quant import mxfp4
+from baltoro.kernels.moe.tiles import tile_table
+from baltoro.kernels.quant import mxfp4, mxfp8
 from tests.kernels.tolerances import TOLERANCES
 
 E, A, M, F = 5, 2, 96, 64
@@ -42,7 +43,7 @@ def gap(got: Tensor, expected: Tensor) -> float:
     return float((got.double() - expected).norm() / expected.norm())
 
 
-@pytest.mark.parametrize("order", ["published", "halved"])
+@pytest.mark.parametrize("order", ["published", "permuted"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("form", list(FORMS))
 def test_product_is_that_of_the_reference(form: str, dtype: torch.dtype, order: str) -> None:
@@ -53,7 +54,8 @@ def test_product_is_that_of_the_reference(form: str, dtype: torch.dtype, order: 
     out = FORMS[form](z, ids, weights, bytes_ if order == "published" else permute_experts(bytes_), known)
     expected = gathered(z.double(), ids, weights.double(), bytes_, activation=activation)
     assert out.dtype == dtype
-    op = "expert_product" if form == "pairs" else "expert_product_grouped"
+    is_rounded_once = form == "pairs" and order == "published"  # others keep `hidden` in the dtype
+    op = "expert_product" if is_rounded_once else "expert_product_grouped"
     assert gap(out, expected) < TOLERANCES[op][str(dtype).removeprefix("torch.")]
 
 
@@ -96,9 +98,7 @@ def test_every_code_times_the_ends_of_the_scale_is_exact_and_what_is_beyond_show
     scale = torch.tensor([0, 1, 100, 127, 128, 200, 239, 240, 255], dtype=torch.uint8).unsqueeze(-1)
     packed, hidden = mxfp4.pack(codes), torch.eye(32)
     ids, weights, out = torch.zeros(32, 1, dtype=torch.int64), torch.ones(32, 1), torch.zeros(32, 9)
-    expert_kernels.second_of_tokens[(32, 1)](
-        hidden, ids, weights, packed, scale, out, 1, 32, 9, BLOCK_N=16, BLOCKS=1, IS_HALVED=False
-    )
+    expert_kernels.second_of_tokens[(32, 1)](hidden, ids, weights, packed, scale, out, 1, 32, 9, BLOCK_N=16, BLOCKS=1)
     expected = mxfp4.dequantise(packed, scale, torch.float32)
     torch.testing.assert_close(out.T, expected, rtol=0, atol=0, equal_nan=True)
 
@@ -109,6 +109,54 @@ def test_rows_longer_than_a_step_of_the_loop() -> None:
     expected = gathered(z.double(), ids, weights.double(), bytes_, activation=activation)
     for form in FORMS.values():
         assert gap(form(z, ids, weights, bytes_, fast_experts.KnownActivation(fast_experts.SILU)), expected) < 1e-6
+
+
+@pytest.mark.parametrize("wide", [2, 8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_inputs_are_put_in_order_and_rounded_as_mxfp8(dtype: torch.dtype, wide: int) -> None:
+    x = torch.randn(5, 160) * 10.0 ** torch.randint(-6, 4, (5, 1))
+    x[0, 32:64], x[1, 3], x[2, :32] = 0.0, -448.0, 3e-41
+    x, order = x.to(dtype), torch.tensor([9, 0, 4])
+    arranged = partial(tile_experts.arranged, order=order, wide=wide, width=160, num_active=2)
+    column = torch.arange(256)
+    inside, block = column % 16, column % 128 // 32
+    place = column // 128 * 128 + column % 32 // 16 * 64 + inside // wide * 4 * wide + block * wide + inside % wide
+    expected = torch.zeros(3, 256, dtype=dtype)
+    expected[:, place[:160]] = x[order // 2]
+    assert torch.equal(arranged(x, is_rounded=False), expected)
+    expected[:, place[:160]] = mxfp8.fake(x)[order // 2]
+    assert torch.equal(arranged(x, is_rounded=True), expected)
+
+
+@pytest.mark.parametrize(("tokens", "active", "num", "rows"), [(7, 2, 5, 2), (300, 2, 3, 160), (1, 1, 9, 8)])
+def test_pairs_are_grouped_as_in_torch(tokens: int, active: int, num: int, rows: int) -> None:
+    ids = torch.rand(tokens, num).topk(active).indices
+    order, table = tile_experts.grouped(ids, num, rows)
+    expected_order, expected = tile_table(ids, num, rows)
+    assert torch.equal(order, expected_order) and torch.equal(table[0], expected[0])
+    assert torch.equal(table[:, table[0] < num], expected[:, expected[0] < num])
+
+
+@pytest.mark.parametrize("cut", [(16, 0, 64, 2, 1), (16, 8, 128, 8, 1, 128)])
+def test_every_cut_is_the_same_product(cut: tuple[int, ...]) -> None:
+    z, bytes_, ids = torch.randn(25, M), experts(3), torch.tensor([[0, 2]]).repeat(25, 1)
+    weights, tile = torch.rand(25, A), tile_experts.Tile(*cut)
+    expected = gathered(z.double(), ids, weights.double(), bytes_, activation=ACTIVATIONS["situ"])
+    plan = tile_experts.Plan(tile, tile)
+    out = tile_experts.run(z, ids, weights, permute_experts(bytes_), (1, 4.0, 25.0), plan, is_pairs=False)
+    assert gap(out, expected) < 1e-6
+
+
+def test_scales_of_bf16_products_up_to_their_bound_and_what_is_beyond_shows() -> None:
+    codes = torch.arange(32, dtype=torch.uint8).remainder(16).repeat(5, 1)
+    one = Packed(mxfp4.pack(codes)[None], torch.tensor([60, 127, 160, 161, 255], dtype=torch.uint8)[None, :, None])
+    none = Packed(torch.zeros(1, 32, 16, dtype=torch.uint8), torch.full((1, 32, 1), 127, dtype=torch.uint8))
+    permuted = permute_experts(ExpertWeights(w1=none, w3=none, w2=one))
+    ids, tile = torch.zeros(32, 1, dtype=torch.int64), tile_experts.EXACT.second
+    hidden = tile_experts.arranged(torch.eye(32), None, tile.wide, 32, num_active=1, is_rounded=False)
+    parts = tile_experts.second(hidden, ids, ids, ids, permuted, tile, 32, is_pairs=True)
+    expected = mxfp4.dequantise(one.packed[0], one.scale[0], torch.float32).T
+    assert torch.equal(parts[:, :3], expected[:, :3]) and not torch.isfinite(parts[1:8, 3:]).any()
 
 
 def test_the_entry_picks_a_form_by_the_number_of_pairs_and_leaves_the_rest_to_others(
@@ -122,7 +170,7 @@ def test_the_entry_picks_a_form_by_the_number_of_pairs_and_leaves_the_rest_to_ot
         assert gap(out, gathered(z.double(), ids, weights.double(), bytes_, activation=activation)) < 1e-6
     z, (ids, weights) = torch.randn(2, M, dtype=torch.float64), picks(2)
     out = fast_experts.expert_product(z, ids, weights.double(), bytes_, activation=activation)
-    assert torch.equal(out, gathered(z, ids, weights.double(), bytes_, activation=activation))
+    assert gap(out, gathered(z, ids, weights.double(), bytes_, activation=activation)) < 1e-14
 
 
 def test_no_tokens_and_free_rows_of_memory_do_no_harm() -> None:

@@ -1,0 +1,331 @@
+"""Lab of the MXFP4 expert product on one GPU: is each variant right, what does each of its products take, which wins.
+
+    python -m scripts.gpu.lab_experts --seconds 60      on the device
+    python -m scripts.gpu.lab_experts --dry             here: all variants compiled for sm_90
+
+Cases as in baltoro/bench/kernels/moe.py, 112 experts resident. Variants are compiled by worker processes first. The
+last lines, sorted: product, variant, us, times the floor.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor, wait
+from dataclasses import dataclass, field
+from functools import partial
+from multiprocessing import get_context
+
+import torch
+from torch import Tensor
+
+from baltoro.bench.kernels.moe import ACTIVE, INNER, LATENT, PACKED_BYTES, RESIDENT, SITU, resident_experts
+from baltoro.bench.kernels.timing import Ceilings, ceilings, graph_us
+from baltoro.kernels.moe import tile_experts
+from baltoro.kernels.moe.experts import Packed, grouped
+from baltoro.kernels.moe.permute import ROW_UNIT, PermutedExperts, padded, permute_experts
+from baltoro.kernels.moe.tile_experts import Plan, Tile
+from baltoro.kernels.moe.tiles import tile_table
+from baltoro.kernels.quant import mxfp8
+
+DEVICE = "cuda"
+ACTIVATION = (1, 4.0, 25.0)  # SiTU
+CHECKED = 16
+EXACT_CASES = ("16 pairs", "512 rows")  # also in float32
+# (tokens, pairs a token, is_pairs)
+CASES = {"16 pairs": (1, ACTIVE, True), "512 rows": (512, 1, False), "16352 rows": (1022, ACTIVE, False)}
+# (rows, more, block, warps, stages, most registers), the most promising first
+VARIANTS: dict[str, tuple[tuple[int, ...], ...]] = {
+    "16 pairs": (
+        (8, 0, 64, 2, 3), (8, 0, 32, 2, 4), (8, 0, 32, 1, 4), (8, 0, 64, 1, 3), (8, 0, 32, 2, 3), (8, 0, 64, 2, 4),
+        (8, 0, 32, 1, 3), (8, 0, 16, 1, 4), (8, 0, 32, 2, 6), (8, 0, 64, 1, 4), (8, 0, 32, 1, 1), (8, 0, 128, 2, 3),
+        (8, 0, 16, 1, 6),
+    ),
+    "512 rows": (
+        (8, 0, 64, 2, 3), (8, 0, 64, 1, 3), (16, 0, 64, 2, 3), (8, 0, 32, 1, 4), (8, 0, 128, 2, 3), (8, 0, 64, 2, 4),
+        (16, 0, 64, 1, 3), (16, 0, 128, 2, 3), (16, 0, 32, 1, 4), (16, 0, 128, 8, 4), (8, 0, 32, 2, 4),
+    ),
+    "16352 rows": (
+        (128, 32, 128, 8, 3), (64, 32, 128, 8, 3, 128), (128, 64, 128, 8, 3), (64, 16, 128, 8, 3, 128),
+        (128, 0, 128, 8, 3, 128), (64, 0, 128, 8, 3, 128), (128, 0, 256, 16, 3), (64, 0, 128, 8, 4, 128),
+        (128, 32, 128, 8, 4), (64, 64, 128, 8, 3), (128, 32, 256, 16, 3),
+    ),
+}  # fmt: skip
+
+
+@dataclass
+class Case:
+    """Inputs of a case and its reference for the first tokens."""
+
+    name: str
+    z: Tensor
+    ids: Tensor
+    shares: Tensor
+    is_pairs: bool
+    exact: Tensor | None = None
+    times: dict[tuple[str, tuple[int, ...]], float] = field(default_factory=dict)
+
+
+def configured(c: Case) -> Plan:
+    return tile_experts.plan_for(c.ids.numel(), RESIDENT, torch.bfloat16, is_pairs=c.is_pairs)
+
+
+def as_float32(c: Case) -> Case:
+    """Its first tokens."""
+    return Case(c.name, c.z.float()[:CHECKED], c.ids[:CHECKED], c.shares[:CHECKED], c.is_pairs)
+
+
+def plan_of(variant: tuple[int, ...]) -> Plan:
+    return Plan(Tile(*variant), Tile(*variant))
+
+
+def say(text: str) -> None:
+    print(text, flush=True)
+
+
+def case(name: str, device: str, dtype: torch.dtype = torch.bfloat16) -> Case:
+    """Pairs of distinct experts, drawn at random."""
+    tokens, active, is_pairs = CASES[name]
+    ids = torch.rand(tokens, RESIDENT, device=device).topk(active).indices
+    z = torch.randn(tokens, LATENT, device=device, dtype=dtype)
+    return Case(name, z, ids, torch.rand(tokens, active, device=device), is_pairs)
+
+
+def unwritten(device: str) -> PermutedExperts:
+    """Experts to compile against: memory as it is."""
+
+    def matrix(rows: int, columns: int) -> Packed:
+        shape = RESIDENT, rows // 8, columns // 128
+        packed = torch.empty(*shape, 512, dtype=torch.uint8, device=device)
+        return Packed(packed, torch.empty(*shape, 32, dtype=torch.uint8, device=device))
+
+    width, inner = padded(LATENT), padded(INNER)
+    return PermutedExperts(matrix(2 * inner, width), matrix(padded(width, ROW_UNIT), inner), LATENT, INNER)
+
+
+def product(experts: PermutedExperts, c: Case, plan: Plan, *, is_w4a8: bool = False) -> Tensor:
+    return tile_experts.run(
+        c.z, c.ids, c.shares, experts, ACTIVATION, plan, is_pairs=c.is_pairs, fake_activations=is_w4a8
+    )
+
+
+def compile_one(name: str, variant: tuple[int, ...]) -> str:
+    """In a worker: run a variant once on garbage, so that what it compiles lies in the cache; no variant: what `checks`
+    runs. Returns "" or what went wrong.
+    """
+    try:
+        experts, c = unwritten(DEVICE), case(name, DEVICE)
+        if variant:
+            product(experts, c, plan_of(variant))
+        else:
+            product(experts, c, configured(c), is_w4a8=True)
+            if name in EXACT_CASES:
+                product(experts, as_float32(c), tile_experts.EXACT)
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+    except Exception as error:  # noqa: BLE001 - a report of any failure is the purpose
+        return f"{type(error).__name__}: {str(error)[:200]}"
+    return ""
+
+
+def products(experts: PermutedExperts, c: Case, variant: tuple[int, ...]) -> tuple[Callable[[], Tensor], ...]:
+    """Launches of the first and the second product alone; for pairs, seven disjoint sets of experts in turn."""
+    plan, sets = plan_of(variant), [c.ids]
+    if c.is_pairs:
+        sets = list(torch.randperm(RESIDENT, device=c.ids.device).view(-1, 1, ACTIVE))
+        order, table, grid = c.ids, c.ids, c.ids.numel()
+    else:
+        order, table = tile_experts.grouped(c.ids, RESIDENT, plan.rows)
+        grid = table.shape[1]
+    rows = len(c.z) if c.is_pairs else c.ids.numel()
+    x = torch.randn(rows, padded(LATENT), device=c.z.device, dtype=c.z.dtype)
+    hidden = torch.randn(c.ids.numel(), padded(INNER), device=c.z.device, dtype=c.z.dtype)
+
+    def first() -> Tensor:
+        for ids in sets:
+            last = tile_experts.first(
+                x, ids if c.is_pairs else table, ids, experts, ACTIVATION, plan, grid,
+                is_pairs=c.is_pairs, is_arranged=plan.first.wide == 8,
+            )  # fmt: skip
+        return last
+
+    def second() -> Tensor:
+        for ids in sets:
+            last = tile_experts.second(
+                hidden, ids if c.is_pairs else table, ids, order, experts, plan.second, grid, is_pairs=c.is_pairs
+            )
+        return last
+
+    return first, second
+
+
+def gap(got: Tensor, exact: Tensor) -> float:
+    return float((got.double() - exact).norm() / exact.norm())
+
+
+def floors(limits: Ceilings, c: Case) -> dict[str, float]:
+    num_hit, size = int((torch.bincount(c.ids.flatten()) > 0).sum()), LATENT * INNER
+    return {
+        name: limits.floor_us(num_hit * parts * size * PACKED_BYTES, 2.0 * c.ids.numel() * parts * size)
+        for name, parts in (("first", 2), ("second", 1), ("whole", 3))
+    }
+
+
+def poison(device: str) -> None:
+    """Free memory full of NaN, which the allocator hands out again."""
+    torch.full((1 << 28,), float("nan"), device=device)
+
+
+def checks(experts: PermutedExperts, cases: dict[str, Case]) -> None:
+    """Grouping against its table in torch, MXFP8 rounding against its reference, W4A8 and float32 against float64."""
+    for c in cases.values():
+        order, table = tile_experts.grouped(c.ids, RESIDENT, 160)
+        expected, tiles = tile_table(c.ids, RESIDENT, 160)
+        used = tiles[0] < RESIDENT
+        is_same = torch.equal(order, expected) and torch.equal(table[0], tiles[0])
+        say(f"grouping, {c.name}: {'equal' if is_same and torch.equal(table[:, used], tiles[:, used]) else 'WRONG'}")
+    x = torch.randn(64, LATENT, device=DEVICE, dtype=torch.bfloat16) * 30
+    got = tile_experts.arranged(x, None, 8, LATENT, num_active=1, is_rounded=True)
+    same = tile_experts.arranged(mxfp8.fake(x), None, 8, LATENT, num_active=1, is_rounded=False)
+    say(f"MXFP8 rounding: {'equal' if torch.equal(got, same) else f'off by {gap(got, same.double()):.1e}'}")
+    for c in cases.values():
+        if c.exact is not None:
+            poison(DEVICE)
+            out = product(experts, c, configured(c), is_w4a8=True)[:CHECKED]
+            say(f"W4A8, {c.name}: error {gap(out, c.exact):.2e}")
+            if c.name in EXACT_CASES:
+                out = product(experts, as_float32(c), tile_experts.EXACT)
+                say(f"float32, {c.name}: error {gap(out, c.exact):.2e}")
+
+
+def check_and_time(experts: PermutedExperts, c: Case, variant: tuple[int, ...]) -> None:
+    """One variant: its error, and if that is fine the times of its products."""
+    poison(DEVICE)
+    out = product(experts, c, plan_of(variant))
+    error = gap(out[:CHECKED], c.exact) if c.exact is not None else float("nan")
+    if not error < 1.2e-2 or not bool(torch.isfinite(out).all()):
+        say(f"{c.name}, {variant}: WRONG, error {error:.2e}")
+        return
+    repeats, (samples, inner) = 7 if c.is_pairs else 1, (5, 3) if c.name == "16352 rows" else (9, 5)
+    found = []
+    for part, launch in zip(("first", "second"), products(experts, c, variant), strict=True):
+        c.times[part, variant] = graph_us(launch, samples=samples, inner=inner) / repeats
+        found.append(f"{part} {c.times[part, variant]:.1f}")
+    say(f"{c.name}, {variant}: error {error:.1e}, {', '.join(found)} us")
+
+
+def sweep(
+    compiled: dict[tuple[str, tuple[int, ...]], str], experts: PermutedExperts, cases: dict[str, Case], deadline: float
+) -> None:
+    """The variants that compiled, in order; the others with what went wrong."""
+    for (name, variant), wrong in compiled.items():
+        if wrong:
+            say(f"{name}, {variant}: {wrong}")
+        elif not variant:
+            continue
+        elif time.monotonic() > deadline:
+            say(f"{name}, {variant}: time is up")
+        else:
+            try:
+                check_and_time(experts, cases[name], variant)
+            except Exception as error:  # noqa: BLE001 - reported, and the next one goes on
+                say(f"{name}, {variant}: {type(error).__name__}: {str(error)[:200]}")
+
+
+def wholes(experts: PermutedExperts, c: Case, limits: Ceilings) -> Iterator[str]:
+    """The whole product: as configured, and with the best tile of each product (equal numbers of rows)."""
+    floor = floors(limits, c)
+    plans = {"configured": configured(c)}
+    ranked = sorted((us, part, variant) for (part, variant), us in c.times.items())
+    for part in ("first", "second"):
+        for us, which, variant in ranked:
+            if which == part:
+                yield f"{c.name:11} {part:6} {variant!s:22} {us:9.1f} us {us / floor[part]:5.2f} x floor"
+    for rows in {variant[0] + variant[1] for _, _, variant in ranked}:
+        one, two = (
+            next((v for _, which, v in ranked if which == part and v[0] + v[1] == rows), None)
+            for part in ("first", "second")
+        )
+        if one is not None and two is not None:
+            plans[f"{one} {two}"] = Plan(Tile(*one), Tile(*two))
+    samples, inner = (5, 3) if c.name == "16352 rows" else (9, 5)
+    for name, plan in plans.items():
+        for is_w4a8 in (False, True) if name == "configured" else (False,):
+            us = graph_us(partial(product, experts, c, plan, is_w4a8=is_w4a8), samples=samples, inner=inner)
+            kind = "W4A8" if is_w4a8 else "W4A16"
+            yield f"{c.name:11} whole  {kind} {name}: {us:.1f} us, {us / floor['whole']:.2f} x floor"
+
+
+def compile_all(limit: float) -> tuple[dict[tuple[str, tuple[int, ...]], str], PermutedExperts, dict[str, Case]]:
+    """Compile in workers, for `limit` seconds at most, and build inputs and references meanwhile.
+
+    Nothing is timed before the workers are gone: they share the device.
+    """
+    longest = max(len(v) for v in VARIANTS.values())
+    queue: list[tuple[str, tuple[int, ...]]] = [(name, ()) for name in VARIANTS]
+    queue += [(n, v[i]) for i in range(longest) for n, v in VARIANTS.items() if i < len(v)]
+    begun = time.monotonic()
+    with ProcessPoolExecutor(min(14, os.cpu_count() or 1), mp_context=get_context("spawn")) as pool:
+        futures = {key: pool.submit(compile_one, *key) for key in queue}
+        weights = resident_experts(DEVICE)
+        experts = permute_experts(weights)
+        cases = {name: case(name, DEVICE) for name in CASES}
+        for c in cases.values():
+            shares = c.shares[:CHECKED].double()
+            c.exact = grouped(c.z[:CHECKED].double(), c.ids[:CHECKED], shares, weights, activation=SITU)
+        say(f"inputs and references at {time.monotonic() - begun:.0f} s")
+        wait(futures.values(), timeout=max(1.0, limit - (time.monotonic() - begun)))
+        pool.shutdown(wait=True, cancel_futures=True)
+    return {key: outcome(future) for key, future in futures.items()}, experts, cases
+
+
+def outcome(future: Future[str]) -> str:
+    """ "" or what went wrong in a worker."""
+    if future.cancelled() or not future.done():
+        return "not compiled in time"
+    error = future.exception()
+    return future.result() if error is None else repr(error)
+
+
+def measure(seconds: float) -> None:
+    """The lab."""
+    begun = time.monotonic()
+    compiled, experts, cases = compile_all(0.6 * seconds)
+    say(f"compiled at {time.monotonic() - begun:.0f} s")
+    sweep(compiled, experts, cases, begun + seconds - 8)
+    say(f"swept at {time.monotonic() - begun:.0f} s")
+    try:
+        checks(experts, cases)
+    except Exception as error:  # noqa: BLE001 - reported: the table below is worth more
+        say(f"checks: {type(error).__name__}: {str(error)[:300]}")
+    limits = ceilings()
+    say(f"copy {limits.bytes_per_s / 1e12:.2f} TB/s, bf16 product {limits.flops_per_s / 1e12:.0f} TFLOP/s")
+    for c in cases.values():
+        for line in wholes(experts, c, limits):
+            say(line)
+
+
+def dry() -> int:
+    """All variants compiled for sm_90."""
+    from scripts.gpu.compile_experts import report
+
+    plans = [(name, plan_of(v), CASES[name][2], "bf16") for name, variants in VARIANTS.items() for v in variants]
+    return report(plans)
+
+
+def main() -> int:
+    """Parse and go."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--dry", action="store_true")
+    options = parser.parse_args()
+    if options.dry:
+        return dry()
+    measure(options.seconds)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
