@@ -5,7 +5,7 @@
 cd "$(dirname "$0")/../.."
 out="${OUT:-runs/out}"
 mkdir -p "$out"
-CUDA_VISIBLE_DEVICES=1 timeout "${1:-560}" bash scripts/gpu/lab.sh "${2:-42}" > "$out/lab.txt" 2>&1 &
+CUDA_VISIBLE_DEVICES=1 timeout "${1:-560}" bash scripts/gpu/lab.sh "${2:-32}" > "$out/lab.txt" 2>&1 &
 lab=$!
 CUDA_VISIBLE_DEVICES=0 bash scripts/gpu/train_tiny.sh "${1:-560}" 2>&1 | tail -40
 wait $lab
