@@ -6,7 +6,7 @@ import sys
 
 import torch
 
-from baltoro.bench.kernels import kda, mla, moe, attnres
+from baltoro.bench.kernels import attnres, kda, mla, moe
 
 
 def main() -> None:

@@ -29,7 +29,7 @@ def untyped(file: Path) -> list[str]:
     methods = {id(child) for node in ast.walk(module) if isinstance(node, ast.ClassDef) for child in node.body}
     hits = []
     for name, function in functions(module):
-        if any(ast.unparse(decorator) == "triton.jit" for decorator in function.decorator_list):
+        if any(ast.unparse(decorator).split("(")[0] == "triton.jit" for decorator in function.decorator_list):
             continue
         missing = missing_types(function, id(function) in methods)
         if missing:

@@ -11,9 +11,9 @@ from typing import Any
 
 # programs up to which a launch counts as small: one to a multiprocessor of an H200, so that latency is all
 SMALL = 132
-# keys of a part. 64: four shuffles for two rows where one part of 128 takes ten, and 24 registers for q, k and decay
-# where parts of 32 take 48
-PART = 64
+# keys of a part. Measured on an H200 (2026-11-30, us, parts of 32 / 64): decode 256 x 96 heads 1093 / 1113, 1 x 12
+# 5.0 / 5.4, 32 x 96 145 / 149, fold of eight tokens 165 / 175
+PART = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,29 +49,28 @@ class VerifyTile:
 def decode(size: int, programs: int) -> Tile:
     """size: the power of two for K and V; programs: heads x requests.
 
-    Few: the whole state in registers of 16 warps, one wait for memory. Many: chunks of 32 rows, one of them ahead, in
-    programs of four warps; at 96 registers five share a multiprocessor, so that some load while others store.
+    The whole state in registers of 16 warps, one wait for memory. Chunks of 32 rows in programs of four warps were
+    meant for many programs, but give other bits (the norm of k is summed in another order), so they were not timed.
     """
     if size < 128:
         return Tile(min(PART, size), min(32, size), warps(min(32, size), size, 32))
-    if programs <= SMALL:
-        return Tile(PART, 128, 16)
-    return Tile(PART, 32, 4, 96)
+    return Tile(PART, 128, 16)
 
 
 def fold(size: int) -> Tile:
-    """Rows of V never meet: small programs of 32 state values to a thread, eight to a multiprocessor."""
+    """Rows of V never meet: programs of half a head."""
+    if size >= 128:
+        return Tile(PART, 64, 4, 128)
     rows = min(32, size)
     return Tile(min(PART, size), rows, warps(rows, size, 32))
 
 
 def verify(size: int, programs: int) -> VerifyTile:
-    """size: at least 16. Few programs: eight warps and one wait for the state. Many: four warps, which do less in vain;
-    at 168 registers three programs share a multiprocessor, so that the 384 of 32 requests x 12 heads all run at once.
-    """
+    """size: at least 16. At 168 registers three programs share a multiprocessor, so that the 384 of 32 requests x 12
+    heads all run at once; fetching ahead helps few (9.7 us against 10.4) and hurts many (20.8 against 17.9)."""
     if size < 128:
         return VerifyTile(min(64, size), 4 if size == 64 else 1)
-    return VerifyTile(128, 8, 128) if programs <= SMALL else VerifyTile(64, 4, 168)
+    return VerifyTile(128, 4, 168) if programs <= SMALL else VerifyTile(64, 4, 168, is_ahead=False)
 
 
 def warps(rows: int, size: int, values: int) -> int:
