@@ -32,8 +32,8 @@ SLOTS_PER_REQUEST = 4
 # Endpoint of models whose state is larger than this: a finer grid would hold more states than anybody can afford.
 BIG_STATE_BYTES, BIG_ENDPOINT = 2**20, 512
 TRACK_TOKENS = 256
-# A CPU spends most of a step of a small model on dequantising packed experts (tiny model, one stream, one thread,
-# 2026-11-30: 29 ms a token packed, 9 dense); beyond this size memory counts for more.
+# A CPU spends much of a step of a small model on dequantising packed experts (tiny model, one stream, one thread,
+# 2026-11-30, three pairs: 19 to 24 ms a token packed, 13 to 18 dense); beyond this size memory counts for more.
 DENSE_BYTES = 1 << 30
 
 
