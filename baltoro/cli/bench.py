@@ -1,11 +1,14 @@
-"""`baltoro bench`: measurements. `baltoro bench eval` asks a served model questions with known answers."""
+"""`baltoro bench`: measurements. `baltoro bench eval` serves a model and asks it questions with known answers."""
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from baltoro.errors import ConfigError
 
 if TYPE_CHECKING:
     from baltoro.bench.memory import Growth
@@ -20,7 +23,10 @@ def _root() -> None:
 
 @app.command("eval")
 def evaluate(
-    url: Annotated[str, typer.Option(help="Address of the server, without /v1.")] = "http://127.0.0.1:8000",
+    folder: Annotated[
+        Path | None, typer.Argument(help="Model folder to serve for this run. Default: the one in models/.")
+    ] = None,
+    url: Annotated[str, typer.Option(help="Ask this server instead; its address without /v1.")] = "",
     questions: Annotated[Path, typer.Option(help="Questions, as JSON lines.")] = Path("bench/eval/tiny.jsonl"),
     families: Annotated[str, typer.Option(help="Names, with commas between them; none: all.")] = "",
     limit: Annotated[int | None, typer.Option(help="At most so many questions of each family.", min=1)] = None,
@@ -30,9 +36,13 @@ def evaluate(
 ) -> None:
     """Ask a served model questions with known answers; count by family, with 95 % intervals.
 
+    Without --url the model is served for the time of the run.
+
     Examples:
 
         baltoro bench eval
+
+        baltoro bench eval models/tiny --families tools --json run.json
 
         baltoro bench eval --url http://127.0.0.1:8000 --families add_sub,tools --limit 20 --json run.json
     """
@@ -41,13 +51,18 @@ def evaluate(
     from rich.table import Table
 
     from baltoro.bench.evaluate import as_json, ask_all, first_model, report
+    from baltoro.bench.processes import our_server
     from baltoro.bench.questions import read_questions, select
+    from baltoro.cli.box import find_model
 
+    if url and folder is not None:
+        raise ConfigError(f"--url asks a server that runs, {folder} would start one: give one of them")
     wanted = [name.strip() for name in families.split(",") if name.strip()]
     asked = select(read_questions(questions), wanted, limit)
-    name = model or first_model(url)
-    with Progress(transient=True) as bar:
+    with ExitStack() as stack, Progress(transient=True) as bar:
         task = bar.add_task("questions", total=len(asked))
+        url = url or stack.enter_context(our_server(find_model(folder))).url
+        name = model or first_model(url)
         verdicts = ask_all(
             asked, url, model=name, concurrency=concurrency, on_verdict=lambda _: bar.update(task, advance=1)
         )
@@ -126,7 +141,6 @@ def serve(
 
         baltoro bench serve --peer
     """
-    from contextlib import ExitStack
     from dataclasses import asdict
 
     from rich.progress import Progress

@@ -8,12 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from baltoro.bench.evaluate import ask_all, report
 from baltoro.bench.questions import read_questions, select
 from baltoro.chat.messages import normalise
 from baltoro.chat.xtml import render
+from baltoro.cli import app
+from baltoro.cli.box import find_model
 from baltoro.config import load_config
+from baltoro.errors import ConfigError
 from baltoro.llm import LLM
 from baltoro.model.config import K3Config
 from baltoro.protocol.sampling import SamplingParams
@@ -88,6 +92,24 @@ def test_what_the_card_promises_is_right(server: Process, family: str) -> None:
     asked = select(QUESTIONS, [family], EASY[family])
     row = report(ask_all(asked, server.url))[0]
     assert row.asked == EASY[family] and row.right >= 0.9 * row.asked, row
+
+
+def test_it_is_what_is_served_when_nothing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("BALTORO_MODEL", raising=False)
+    monkeypatch.chdir(ROOT)
+    assert find_model(None).resolve() == TINY
+
+
+@pytest.mark.slow
+def test_the_evaluation_is_one_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    run = ["bench", "eval", "--families", "no_tool", "--limit", "3", "--json", str(tmp_path / "run.json")]
+    found = CliRunner().invoke(app, run)
+    assert found.exit_code == 0, found.output
+    written = json.loads((tmp_path / "run.json").read_text())
+    assert written["families"][0]["right"] == 3 and written["settings"]["model"] == "tiny"
+    both = CliRunner().invoke(app, ["bench", "eval", "models/tiny", "--url", "http://127.0.0.1:1"])
+    assert isinstance(both.exception, ConfigError)
 
 
 @pytest.mark.slow
