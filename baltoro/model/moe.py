@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from baltoro.kernels.lora.experts import ExpertDelta, ExpertFactors
 from baltoro.kernels.lora.rows import AdapterRows
-from baltoro.kernels.moe.experts import ExpertWeights, Packed
+from baltoro.kernels.moe.products import ExpertWeights, Packed
 from baltoro.kernels.precision import acc_dtype, wide_linear
 from baltoro.kernels.quant import mxfp4
 from baltoro.model.config import K3Config

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from baltoro.bench.kernels.moe import ACTIVE, INNER, LATENT, RESIDENT
 from baltoro.kernels.moe import tile_experts
-from baltoro.kernels.moe.experts import Packed
 from baltoro.kernels.moe.permute import ROW_UNIT, PermutedExperts, padded
+from baltoro.kernels.moe.products import Packed
 from baltoro.kernels.moe.tile_experts import Plan, Tile
 
 DEVICE = "cuda"

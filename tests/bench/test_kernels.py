@@ -11,7 +11,7 @@ from baltoro.bench.kernels.moe import resident_experts
 from baltoro.bench.kernels.timing import Ceilings, Figure
 from baltoro.cli import app
 from baltoro.errors import ConfigError
-from baltoro.kernels.moe.experts import Packed
+from baltoro.kernels.moe.products import Packed
 
 
 def test_modules_that_are_not_there_are_left_out() -> None:

@@ -11,7 +11,7 @@ from baltoro.kernels.lora.experts import ExpertDelta, ExpertFactors
 from baltoro.kernels.lora.reference import add_absorbed_query, add_absorbed_value, add_delta
 from baltoro.kernels.lora.rows import AdapterRows
 from baltoro.kernels.moe import experts as moe
-from baltoro.kernels.moe.experts import ExpertWeights
+from baltoro.kernels.moe.products import ExpertWeights
 from baltoro.kernels.moe.reference import silu_glu
 
 F64 = torch.float64

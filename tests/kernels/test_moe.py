@@ -10,16 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from baltoro.kernels.moe.experts import (
-    MAX_GATHERED_PAIRS,
-    ExpertWeights,
-    Packed,
-    everywhere,
-    expert_product,
-    gathered,
-    grouped,
-    single,
-)
+from baltoro.kernels.moe.experts import MAX_GATHERED_PAIRS, everywhere, expert_product, gathered, grouped, single
+from baltoro.kernels.moe.products import ExpertWeights, Packed
 from baltoro.kernels.moe.reference import route, silu_glu, situ_glu
 from baltoro.kernels.quant import mxfp4, mxfp8
 

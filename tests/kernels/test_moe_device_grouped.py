@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from baltoro.kernels.moe import device_grouped, experts
-from baltoro.kernels.moe.experts import ExpertWeights
+from baltoro.kernels.moe.products import ExpertWeights
 from baltoro.kernels.moe.reference import situ_glu
 
 E, A, T, M, F = 6, 3, 41, 32, 64

@@ -16,7 +16,7 @@ from baltoro.kernels.kda.reference import l2_norm
 from baltoro.kernels.mla import padded
 from baltoro.kernels.mla import reference as mla
 from baltoro.kernels.moe import device_grouped, experts
-from baltoro.kernels.moe.experts import ExpertWeights
+from baltoro.kernels.moe.products import ExpertWeights
 from baltoro.kernels.moe.reference import situ_glu
 from baltoro.kernels.spans import Spans
 

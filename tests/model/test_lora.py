@@ -146,7 +146,8 @@ def test_each_expert_gets_its_own_factors() -> None:
     """B of expert e is a constant of its own, and so is the change of a token that is sent there; B.2.9."""
     from baltoro.kernels.lora.experts import ExpertDelta, ExpertFactors
     from baltoro.kernels.lora.rows import AdapterRows
-    from baltoro.kernels.moe.experts import ExpertWeights, expert_product
+    from baltoro.kernels.moe.experts import expert_product
+    from baltoro.kernels.moe.products import ExpertWeights
 
     num, width, hidden, rank = 5, 4, 6, 3
     zero = ExpertWeights(

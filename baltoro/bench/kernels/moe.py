@@ -20,8 +20,9 @@ from baltoro.errors import InvariantError
 from baltoro.kernels.linear import fast as fast_linear
 from baltoro.kernels.linear import reference as linear
 from baltoro.kernels.moe import fast_experts, fast_route, reference
-from baltoro.kernels.moe.experts import ExpertWeights, Packed, grouped
+from baltoro.kernels.moe.experts import grouped
 from baltoro.kernels.moe.permute import permute_experts
+from baltoro.kernels.moe.products import ExpertWeights, Packed
 from baltoro.kernels.moe.reference import situ_glu
 
 HIDDEN, LATENT, INNER, EXPERTS, ACTIVE, RESIDENT = 7168, 3584, 3072, 896, 16, 112

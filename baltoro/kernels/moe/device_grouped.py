@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from baltoro.kernels.moe import experts as plain
-from baltoro.kernels.moe.experts import Activation, ExpertWeights, Packed
+from baltoro.kernels.moe.experts import Activation
+from baltoro.kernels.moe.products import ExpertWeights, Packed, scatter
 from baltoro.kernels.quant import mxfp4, mxfp8
 
 
@@ -44,12 +45,12 @@ def expert_product(
     order = torch.argsort(flat, stable=True)
     place = torch.empty_like(order).index_copy_(0, order, torch.arange(len(order), device=z.device))
     ends = torch.searchsorted(flat[order], torch.arange(w1.shape[0], device=z.device), right=True, out_int32=True)
-    pairs = plain.scatter(mxfp8.fake(z) if fake_activations else z, order, place, ids.shape[1])
+    pairs = scatter(mxfp8.fake(z) if fake_activations else z, order, place, ids.shape[1])
     gate = torch._grouped_mm(pairs, w1.transpose(1, 2), offs=ends)
     up = torch._grouped_mm(pairs, w3.transpose(1, 2), offs=ends)
     hidden = activation(gate, up)
     out = torch._grouped_mm(mxfp8.fake(hidden) if fake_activations else hidden, w2.transpose(1, 2), offs=ends)
-    return plain.combine(plain.scatter(out, place, order, 1), weights, z).to(z.dtype)
+    return plain.combine(scatter(out, place, order, 1), weights, z).to(z.dtype)
 
 
 def _stack(weight: Tensor | Packed, is_faked: bool, dtype: torch.dtype) -> Tensor:

@@ -18,10 +18,7 @@ import torch
 from torch import Tensor
 
 from baltoro.kernels.lora.experts import ExpertDelta
-from baltoro.kernels.moe.products import ExpertWeights as ExpertWeights
-from baltoro.kernels.moe.products import Packed as Packed
-from baltoro.kernels.moe.products import grouped_linear
-from baltoro.kernels.moe.products import scatter as scatter
+from baltoro.kernels.moe.products import ExpertWeights, Packed, grouped_linear, scatter
 from baltoro.kernels.precision import acc_dtype
 from baltoro.kernels.quant import mxfp4, mxfp8
 

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from baltoro.kernels.moe import device_grouped, tile_experts
-from baltoro.kernels.moe.experts import Activation, ExpertWeights, Packed
+from baltoro.kernels.moe.experts import Activation
 from baltoro.kernels.moe.permute import PermutedExperts
+from baltoro.kernels.moe.products import ExpertWeights, Packed
 from baltoro.kernels.moe.reference import silu_glu, situ_glu
 from baltoro.kernels.moe.tiles import tile_table
 from baltoro.kernels.quant import mxfp8

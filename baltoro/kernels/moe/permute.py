@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from baltoro.kernels.moe.experts import ExpertWeights, Packed
+from baltoro.kernels.moe.products import ExpertWeights, Packed
 from baltoro.kernels.quant.mxfp4 import BLOCK, pack, unpack
 
 UNIT, ROW_UNIT = 128, 256  # columns and rows are padded to multiples of them

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from baltoro.kernels.moe import fast_experts, tile_experts
-from baltoro.kernels.moe.experts import ExpertWeights, Packed, gathered
+from baltoro.kernels.moe.experts import gathered
 from baltoro.kernels.moe.permute import permute_experts
+from baltoro.kernels.moe.products import ExpertWeights, Packed
 from baltoro.kernels.moe.reference import silu_glu, situ_glu
 from baltoro.kernels.moe.tiles import tile_table
 from baltoro.kernels.quant import mxfp4, mxfp8
