@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import multiprocessing
+import os
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -22,7 +23,6 @@ from baltoro.bench.kernels.timing import Ceilings, ceilings, graph_us
 from scripts.gpu.lab_mla_cases import CASES, Case, Problem
 
 T = TypeVar("T")
-WORKERS = 12
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -33,49 +33,64 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     end = time.monotonic() + args.seconds
     numbers = [n for n, case in enumerate(CASES) if args.only in case.name]
-    found = Ceilings(1e12, 1e12)
+    found, failed = Ceilings(1e12, 1e12), {}
     if not args.dry:
-        warm(numbers, end - args.seconds / 2)
+        failed = warm(numbers, end - args.seconds / 3)
         say(f"compiled after {args.seconds - end + time.monotonic():.0f} s")
         found = ceilings()
         say(f"copy {found.bytes_per_s / 1e12:.2f} TB/s, bf16 product {found.flops_per_s / 1e12:.0f} TFLOP/s")
-    tables = [table for n in numbers if (table := attempt(partial(measure, CASES[n], found, end, is_dry=args.dry)))]
+    tables = []
+    for n in numbers:
+        wrong = {rank: said for (case, rank), said in failed.items() if case == n}
+        tables.append(attempt(partial(measure, CASES[n], wrong, found, end, is_dry=args.dry)) or [])
     for lines in tables:
         say("\n".join(lines))
 
 
-def warm(numbers: list[int], end: float) -> None:
-    """Run every setting once, in worker processes, most promising ones of every case first; stop waiting at `end`."""
-    jobs = sorted((rank, n) for n in numbers if CASES[n].is_warmed for rank in range(len(CASES[n].settings)))
-    with multiprocessing.get_context("spawn").Pool(WORKERS) as pool:
-        waiting = [pool.apply_async(compile_one, (n, rank)) for rank, n in jobs]
-        for job in waiting:
+def warm(numbers: list[int], end: float) -> dict[tuple[int, int], str]:
+    """Check every setting in a worker process, most promising ones of every case first; stop waiting at `end`.
+
+    Returns what went wrong, by (case, rank): such a setting is not tried in this process. A process a setting, since an
+    illegal access ends the CUDA context it happens in.
+    """
+    jobs = sorted((rank, n) for n in numbers for rank in range(len(CASES[n].settings)))
+    failed: dict[tuple[int, int], str] = {}
+    workers = max(2, min(28, (os.cpu_count() or 4) - 2))
+    with multiprocessing.get_context("spawn").Pool(workers, maxtasksperchild=1) as pool:
+        waiting = {(n, rank): pool.apply_async(check_one, (n, rank)) for rank, n in jobs}
+        for key, job in waiting.items():
             try:
-                job.get(max(0.1, end - time.monotonic()))
+                if said := job.get(max(0.05, end - time.monotonic())):
+                    failed[key] = said
             except multiprocessing.TimeoutError:
-                say("compilation goes on while timing")
-                break
+                failed[key] = "not compiled and checked in time"
         pool.terminate()
+    return failed
 
 
-def compile_one(number: int, rank: int) -> None:
-    """In a worker: one launch, which leaves the binary in the cache on disk. Errors are reported later, in order."""
-    torch.manual_seed(0)
+def check_one(number: int, rank: int) -> str:
+    """In a worker: one launch, checked; the binary stays in the cache on disk. Says what is wrong, or nothing."""
     try:
-        problem = CASES[number].build(False)
-        problem.launch(CASES[number].settings[rank], 0)
+        torch.manual_seed(0)
+        case = CASES[number]
+        problem = case.build(False)
+        error = check(problem, case.settings[rank])
         torch.cuda.synchronize()
-    except Exception:  # noqa: BLE001
-        return
+    except Exception as reason:  # noqa: BLE001
+        return f"{type(reason).__name__}: {str(reason)[:160]}".replace("\n", " ")
+    return "" if error < case.bound else f"error {error:.1e}"
 
 
-def measure(case: Case, found: Ceilings, end: float, *, is_dry: bool) -> list[str]:
-    """The table of a case, fastest first."""
+def measure(case: Case, wrong: dict[int, str], found: Ceilings, end: float, *, is_dry: bool) -> list[str]:
+    """The table of a case, fastest first, without the settings that went wrong before."""
     torch.manual_seed(0)
     problem = case.build(is_dry)
     rows: list[tuple[float, str]] = []
     floor = found.floor_us(problem.num_bytes, problem.flops)
-    for setting in case.settings:
+    for rank, setting in enumerate(case.settings):
+        if rank in wrong:
+            say(f"{case.name}: {setting} NOT TRIED, {wrong[rank]}")
+            continue
         if time.monotonic() > end:
             say(f"{case.name}: out of time before {setting}")
             break

@@ -41,7 +41,6 @@ class Case:
     build: Callable[[bool], Problem]
     settings: Sequence[Any]
     bound: float
-    is_warmed: bool = True  # False where other cases compile the same kernels
 
 
 def gap(got: Tensor, exact: Tensor) -> float:
@@ -246,24 +245,23 @@ CASES = [
     Case("mla 12 heads, 1 x 131072", partial(attention, 1, 131072, 12, 1), NARROW, 6e-3),
     Case("router 1 token", partial(router, 1), ONE, 5e-3),
     Case("router 4 tokens", partial(router, 4), THIN, 5e-3),
-    Case("router 8 tokens", partial(router, 8), THIN, 5e-3, False),
+    Case("router 8 tokens", partial(router, 8), THIN, 5e-3),
     Case(
         "router 16 tokens",
         partial(router, 16),
         [t for t in THIN if t == THIN[-1] or t.rows > 8] + MANY[:1],
         5e-3,
-        False,
     ),
     Case("top-16, 1 token", partial(select, 1), SELECT, 1e-5),
-    Case("top-16, 256 tokens", partial(select, 256), SELECT, 1e-5, False),
+    Case("top-16, 256 tokens", partial(select, 256), SELECT, 1e-5),
     Case("depth mix, 1 token", partial(depth_mix, 1), SHARED + WHOLE[3:4], 1e-2),
-    Case("depth mix, 32 tokens", partial(depth_mix, 32), [*SHARED[:4], WHOLE[0], WHOLE[3]], 1e-2, False),
-    Case("mla 12 heads, 32 x 8192", partial(attention, 32, 8192, 12, 1), NARROW[:4], 6e-3, False),
+    Case("depth mix, 32 tokens", partial(depth_mix, 32), [*SHARED[:4], WHOLE[0], WHOLE[3]], 1e-2),
+    Case("mla 12 heads, 32 x 8192", partial(attention, 32, 8192, 12, 1), NARROW[:4], 6e-3),
     Case("mla 96 heads, 1 x 131072", partial(attention, 1, 131072, 96, 1), WIDE, 6e-3),
-    Case("mla 12 heads, 32 x 8192, window 8", partial(attention, 32, 8192, 12, 8), WIDE, 6e-3, False),
+    Case("mla 12 heads, 32 x 8192, window 8", partial(attention, 32, 8192, 12, 8), WIDE, 6e-3),
     Case("router 256 tokens", partial(router, 256), MANY, 5e-3),
-    Case("router 64 tokens", partial(router, 64), MANY, 5e-3, False),
+    Case("router 64 tokens", partial(router, 64), MANY, 5e-3),
     Case("depth mix, 8192 tokens", partial(depth_mix, 8192), [*WHOLE, {"FEW_TOKENS": 8192}], 1e-2),
     Case("bank pass, 8192 tokens", partial(bank_pass, 8192), SCAN, 1e-2),
-    Case("mla 12 heads, 1 x 1048576", partial(attention, 1, 1048576, 12, 1), NARROW[:4], 6e-3, False),
+    Case("mla 12 heads, 1 x 1048576", partial(attention, 1, 1048576, 12, 1), NARROW[:4], 6e-3),
 ]
