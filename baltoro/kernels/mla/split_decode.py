@@ -57,7 +57,7 @@ def choose_tiles(num_rows: int, itemsize: int, page: int, *, is_large: bool) -> 
     if not is_large or page % 64:  # a tile over several pages needs a page number a key, and registers for them
         return Tiles(16, 32, 3, 4, per_unit=2)  # 93 kB, 158 registers: two programs a processor
     if num_rows <= 32:
-        return Tiles(16, 64, 3, 4, ahead=True)  # 223 kB; one warp group, so that no product is made twice
+        return Tiles(16, 32, 3, 4, per_unit=2)  # 53.5 us at 12 heads x 131,072 keys; `ahead` reads where it must not
     return Tiles(64, 32, 4, 8, flip=True)  # 226 kB
 
 
