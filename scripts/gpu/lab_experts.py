@@ -24,8 +24,10 @@ from baltoro.bench.kernels.moe import ACTIVE, INNER, LATENT, PACKED_BYTES, RESID
 from baltoro.bench.kernels.timing import Ceilings, ceilings, graph_us
 from baltoro.kernels.moe import tile_experts
 from baltoro.kernels.moe.experts import grouped
-from baltoro.kernels.moe.permute import PermutedExperts, padded, permute_experts
+from baltoro.kernels.moe.permute import permute_experts
+from baltoro.kernels.moe.products import TiledExperts
 from baltoro.kernels.moe.tile_experts import Plan, Tile
+from baltoro.kernels.moe.tile_layout import padded
 from baltoro.kernels.moe.tiles import tile_table
 from baltoro.kernels.quant import mxfp8
 from scripts.gpu.lab_experts_cases import (
@@ -48,7 +50,7 @@ def say(text: str) -> None:
     print(text, flush=True)
 
 
-def product(experts: PermutedExperts, c: Case, plan: Plan, *, is_w4a8: bool = False) -> Tensor:
+def product(experts: TiledExperts, c: Case, plan: Plan, *, is_w4a8: bool = False) -> Tensor:
     return tile_experts.run(
         c.z, c.ids, c.shares, experts, ACTIVATION, plan, is_pairs=c.is_pairs, fake_activations=is_w4a8
     )
@@ -73,7 +75,7 @@ def compile_one(name: str, variant: tuple[int, ...]) -> str:
     return ""
 
 
-def products(experts: PermutedExperts, c: Case, variant: tuple[int, ...]) -> tuple[Callable[[], Tensor], ...]:
+def products(experts: TiledExperts, c: Case, variant: tuple[int, ...]) -> tuple[Callable[[], Tensor], ...]:
     """Launches of the first and the second product alone; for pairs, seven disjoint sets of experts in turn."""
     plan, sets = plan_of(variant), [c.ids]
     if c.is_pairs:
@@ -121,7 +123,7 @@ def poison(device: str) -> None:
     torch.full((1 << 28,), float("nan"), device=device)
 
 
-def checks(experts: PermutedExperts, cases: dict[str, Case]) -> None:
+def checks(experts: TiledExperts, cases: dict[str, Case]) -> None:
     """Grouping against its table in torch, MXFP8 rounding against its reference, W4A8 and float32 against float64."""
     for c in cases.values():
         order, table = tile_experts.grouped(c.ids, RESIDENT, 160)
@@ -143,7 +145,7 @@ def checks(experts: PermutedExperts, cases: dict[str, Case]) -> None:
                 say(f"float32, {c.name}: error {gap(out, c.exact):.2e}")
 
 
-def check_and_time(experts: PermutedExperts, c: Case, variant: tuple[int, ...]) -> None:
+def check_and_time(experts: TiledExperts, c: Case, variant: tuple[int, ...]) -> None:
     """One variant: its error, and if that is fine the times of its products."""
     poison(DEVICE)
     out = product(experts, c, plan_of(variant))
@@ -160,7 +162,7 @@ def check_and_time(experts: PermutedExperts, c: Case, variant: tuple[int, ...]) 
 
 
 def sweep(
-    compiled: dict[tuple[str, tuple[int, ...]], str], experts: PermutedExperts, cases: dict[str, Case], deadline: float
+    compiled: dict[tuple[str, tuple[int, ...]], str], experts: TiledExperts, cases: dict[str, Case], deadline: float
 ) -> None:
     """The variants that compiled, in order; the others with what went wrong."""
     for (name, variant), wrong in compiled.items():
@@ -177,7 +179,7 @@ def sweep(
                 say(f"{name}, {variant}: {type(error).__name__}: {str(error)[:200]}")
 
 
-def wholes(experts: PermutedExperts, c: Case, limits: Ceilings) -> Iterator[str]:
+def wholes(experts: TiledExperts, c: Case, limits: Ceilings) -> Iterator[str]:
     """The whole product: as configured, and with the best tile of each product (equal numbers of rows)."""
     floor = floors(limits, c)
     plans = {"configured": configured(c)}
@@ -201,7 +203,7 @@ def wholes(experts: PermutedExperts, c: Case, limits: Ceilings) -> Iterator[str]
             yield f"{c.name:11} whole  {kind} {name}: {us:.1f} us, {us / floor['whole']:.2f} x floor"
 
 
-def compile_all(limit: float) -> tuple[dict[tuple[str, tuple[int, ...]], str], PermutedExperts, dict[str, Case]]:
+def compile_all(limit: float) -> tuple[dict[tuple[str, tuple[int, ...]], str], TiledExperts, dict[str, Case]]:
     """Compile in workers, for `limit` seconds at most, and build inputs and references meanwhile.
 
     Nothing is timed before the workers are gone: they share the device.

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from baltoro.bench.kernels.moe import ACTIVE, INNER, LATENT, RESIDENT
 from baltoro.kernels.moe import tile_experts
-from baltoro.kernels.moe.permute import ROW_UNIT, PermutedExperts, padded
-from baltoro.kernels.moe.products import Packed
+from baltoro.kernels.moe.permute import empty
+from baltoro.kernels.moe.products import TiledExperts
 from baltoro.kernels.moe.tile_experts import Plan, Tile
 
 DEVICE = "cuda"
@@ -72,13 +72,6 @@ def case(name: str, device: str, dtype: torch.dtype = torch.bfloat16) -> Case:
     return Case(name, z, ids, torch.rand(tokens, active, device=device), is_pairs)
 
 
-def unwritten(device: str) -> PermutedExperts:
+def unwritten(device: str) -> TiledExperts:
     """Experts to compile against: memory as it is."""
-
-    def matrix(rows: int, columns: int) -> Packed:
-        shape = RESIDENT, rows // 8, columns // 128
-        packed = torch.empty(*shape, 512, dtype=torch.uint8, device=device)
-        return Packed(packed, torch.empty(*shape, 32, dtype=torch.uint8, device=device))
-
-    width, inner = padded(LATENT), padded(INNER)
-    return PermutedExperts(matrix(2 * inner, width), matrix(padded(width, ROW_UNIT), inner), LATENT, INNER)
+    return empty(RESIDENT, LATENT, INNER, device)

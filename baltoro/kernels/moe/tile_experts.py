@@ -1,6 +1,6 @@
-"""The product of permuted MXFP4 experts: tiles of weights straight into the matrix instructions' registers.
+"""The product of tiled MXFP4 experts: tiles of weights straight into the matrix instructions' registers.
 
-In and out: as `fast_experts.expert_product`, experts in the order of permute.py. Products and sums in fp32 (float32
+In and out: as `fast_experts.expert_product`, experts in tiles (tile_layout.py). Products and sums in fp32 (float32
 inputs in IEEE fp32, bfloat16 ones with bf16 operands, exact for these weights); rounded to z.dtype between the two
 products, and, grouped, once more before the weighted sum. Scale bytes above 160 (2^33) become infinite.
 Launches: [count, group], arrange, first product, [arrange with rounding], second product, combine; no word to the host.
@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from baltoro.errors import InvariantError
-from baltoro.kernels.moe.permute import ROW_UNIT, UNIT, PermutedExperts, padded
+from baltoro.kernels.moe.products import TiledExperts
+from baltoro.kernels.moe.tile_layout import ROW_UNIT, UNIT, padded
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +84,7 @@ def run(
     z: Tensor,
     ids: Tensor,
     weights: Tensor,
-    experts: PermutedExperts,
+    experts: TiledExperts,
     activation: tuple[int, float, float],
     plan: Plan,
     *,
@@ -101,7 +102,7 @@ def run(
     out = torch.empty(z.shape, dtype=z.dtype, device=z.device)
     if not ids.numel():
         return out.zero_()
-    z, ids, count = z.contiguous(), ids.contiguous(), len(experts.first.packed)
+    z, ids, count = z.contiguous(), ids.contiguous(), len(experts.first_packed)
     order, table = (ids, ids) if is_pairs else grouped(ids, count, plan.rows)
     arrange = partial(arranged, num_active=ids.shape[1], is_rounded=fake_activations)
     x = arrange(z, None if is_pairs else order, plan.first.wide, experts.width)
@@ -169,7 +170,7 @@ def first(
     x: Tensor,
     table: Tensor,
     ids: Tensor,
-    experts: PermutedExperts,
+    experts: TiledExperts,
     activation: tuple[int, float, float],
     plan: Plan,
     grid: int,
@@ -195,7 +196,7 @@ def second(
     table: Tensor,
     ids: Tensor,
     order: Tensor,
-    experts: PermutedExperts,
+    experts: TiledExperts,
     tile: Tile,
     grid: int,
     *,
