@@ -99,7 +99,9 @@ class Experts(nn.Module):
 
     def delta(self, rows: AdapterRows | None) -> ExpertDelta | None:
         """The terms of adapters in this step; None if no row has any here."""
-        if rows is None or not any(rows.among(factors.active) for factors in self.lora.values()):
+        if rows is None or not self.lora:
+            return None
+        if rows.shares is None and not any(rows.among(factors.active) for factors in self.lora.values()):
             return None
         w1, w3, w2 = (self.lora[name] for name in ("w1", "w3", "w2"))
         return ExpertDelta(_for_kernels(w1), _for_kernels(w3), _for_kernels(w2), rows)
