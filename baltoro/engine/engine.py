@@ -20,7 +20,7 @@ import torch
 from baltoro.cache.pages import pages_for
 from baltoro.engine.adapters import AdapterBook, AdapterVersion, parse_modules
 from baltoro.engine.assemble import build_memory
-from baltoro.engine.base import base_facts, share_model, trim_heap
+from baltoro.engine.base import Base, base_facts, share_model, trim_heap
 from baltoro.engine.config import EngineConfig
 from baltoro.engine.graphs import CudaBackend, Report
 from baltoro.engine.loop import Loop
@@ -41,13 +41,14 @@ from baltoro.observe import resident_bytes
 from baltoro.protocol.completion import TokenDelta
 from baltoro.protocol.sampling import SamplingParams, StopRule, TokenMask
 from baltoro.protocol.worker import Submit
-from baltoro.transfer.shared_base import SharedBase
 
 StopRules = Callable[[SamplingParams], StopRule | None]
 Masks = Callable[[Submit], TokenMask | None]
 
 MAX_COMPLETIONS = 128
 """Of one request: `n`."""
+MAX_FIXED_SLOTS = 4
+"""Adapter slots whose terms are computed for all rows; with more, products with zeros cost more than asking."""
 
 
 class Engine:
@@ -62,7 +63,7 @@ class Engine:
         eos_ids: Collection[int] | None = None,
         stop_rules: StopRules | None = None,
         masks: Masks | None = None,
-        base: SharedBase | None = None,
+        base: Base | None = None,
         report: Report | None = None,
     ) -> None:
         """`dtype`: of the activations, default as the config resolves it. `eos_ids`: default the model config's.
@@ -78,7 +79,8 @@ class Engine:
         self.pool, memory, host = build_memory(config, model, self.plan, dtype)
         self.adapters = AdapterBook(config.max_loras, max_loaded=config.max_loaded_loras)
         self.scheduler = Scheduler(config, memory, max_running=self.plan.max_running, adapters=self.adapters)
-        self.runner = Runner(model, self.pool, config.device, host=host, bank=self.bank)
+        fixed = _fixed_slots(model, config) if self.bank is not None else 0
+        self.runner = Runner(model, self.pool, config.device, host=host, bank=self.bank, fixed_slots=fixed)
         if config.graph_batch:
             largest = min(config.graph_batch, self.plan.max_running)
             most = pages_for(self.plan.max_context, config.page_size)
@@ -175,8 +177,10 @@ class Engine:
         """Version `number` of `name`, from now on; nothing is aborted. Running requests keep the old one, or, with
         `is_carrying`, go on with the new one from their next token. Weights that `check_adapter` let pass.
 
-        Errors: as `load_adapter`, with the old version untouched.
+        Errors: as `load_adapter`, with the old version untouched; DigestMismatch where somebody wrote to the base.
         """
+        if self.base is not None:
+            self.base.check()
         old = self.adapters.latest(name)
         if is_carrying:
             self.loop.settle()  # the step in flight is the old version's
@@ -277,6 +281,14 @@ def _bank(model: Model, config: EngineConfig) -> AdapterBank | None:
     return add_adapters(model, config.max_loras, config.max_lora_rank, has_experts=config.lora_experts)
 
 
+def _fixed_slots(model: Model, config: EngineConfig) -> int:
+    """Slots of the bank where terms of adapters are had in fixed form: on a GPU, where asking which rows have which
+    adapter waits for the device, for few slots and small experts."""
+    if config.device == "cpu" or config.max_loras > MAX_FIXED_SLOTS or not isinstance(model, K3Model):
+        return 0
+    return config.max_loras if model.can_fix_adapters(config.max_batch_tokens) else 0
+
+
 def load_engine(
     model_dir: str | Path,
     config: EngineConfig,
@@ -290,7 +302,8 @@ def load_engine(
     from baltoro.model.weights import load_model
 
     dtype, base = resolve_dtype(config), None
-    model = load_model(model_dir, dtype=dtype, device=config.device)
+    # what is shared goes from the host to its one place; what is not is read straight to the device
+    model = load_model(model_dir, dtype=dtype, device="cpu" if config.base_path else config.device)
     if are_experts_dense(config, model.config, dtype):
         model.unpack_experts()
     elif expert_order(torch.device(config.device), dtype) == "tiled":
@@ -298,7 +311,7 @@ def load_engine(
     model.merge()
     with ExitStack() as undo:
         if config.base_path:
-            model, base = share_model(model, config.base_path)
+            model, base = share_model(model, config.base_path, config.device)
             undo.callback(base.remove)
             trim_heap()
         engine = Engine(

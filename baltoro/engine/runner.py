@@ -73,8 +73,11 @@ class Runner:
         *,
         host: HostStore | None = None,
         bank: AdapterBank | None = None,
+        fixed_slots: int = 0,
     ) -> None:
+        """`fixed_slots`: of the bank, where terms of adapters are had in fixed form; 0: row by row."""
         self.model = model
+        self.fixed_slots = fixed_slots
         self.graphs: DecodeGraphs | None = None
         self._bank = bank
         self.pool = pool
@@ -138,6 +141,7 @@ class Runner:
             device=self.device,
             backend=backend,
             report=report,
+            adapter_slots=self.fixed_slots,
         )
 
     def _forward(self, plan: Plan, rows: list[int]) -> Tensor:
@@ -168,6 +172,7 @@ class Runner:
             logit_rows=self._tensor(logit_rows),
             media=build_media(spans, self.model.config, self.device),
             adapters=tuple(span.adapter for span in spans) if any(span.adapter for span in spans) else None,
+            fixed_slots=self.fixed_slots,
         )
 
     def _tokens(self, spans: Sequence[Span]) -> Tensor:

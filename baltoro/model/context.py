@@ -92,6 +92,8 @@ class ForwardContext:
     num_decodes  leading spans of length 1 that take the decode kernels; 0 in training
     logit_rows   int64 [M] rows whose logits are wanted; None: all
     adapters     adapter slot of each span, 0 for none; None: none in the whole step
+    fixed_slots  terms of adapters in fixed form for so many slots (`AdapterRows.fixed`); 0: row by row
+    captured     adapters of the rows where only the device knows them, in fixed form: decodes of a captured step
     """
 
     tokens: Tensor
@@ -103,6 +105,8 @@ class ForwardContext:
     fake_quant: FakeQuant = field(default_factory=FakeQuant)
     is_training: bool = False
     adapters: tuple[int, ...] | None = None
+    fixed_slots: int = 0
+    captured: AdapterRows | None = None
 
     def __post_init__(self) -> None:
         if self.tokens.shape != (self.spans.num_tokens,):
@@ -150,9 +154,15 @@ class ForwardContext:
         return self._rows(self.num_decodes, len(self.spans), self.prefill.ends)
 
     def _rows(self, first: int, last: int, lengths: tuple[int, ...]) -> AdapterRows | None:
+        if self.captured is not None:
+            return self.captured
         if self.adapters is None:
             return None
-        return AdapterRows.build(self.adapters[first:last], lengths, self.tokens.device)
+        device = self.tokens.device
+        if not self.fixed_slots:
+            return AdapterRows.build(self.adapters[first:last], lengths, device)
+        each = torch.tensor(self.adapters[first:last], dtype=torch.int64).repeat_interleave(torch.tensor(lengths))
+        return AdapterRows.fixed(each.to(device), self.fixed_slots) if len(each) else None
 
     @cached_property
     def prefill(self) -> Spans:

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from baltoro.errors import ShapeError
 from baltoro.kernels.kda.grid import CHUNK
+from baltoro.kernels.moe.experts import can_be_fixed
 from baltoro.model.attnres import Stream, depth_query, mix
 from baltoro.model.config import K3Config
 from baltoro.model.context import ForwardContext
@@ -106,6 +107,11 @@ class K3Model(nn.Module):
             if isinstance(module, DecoderLayer | KDA | MLA | MoE | MLP) and module not in shared:
                 module.merge(may_copy=may_copy)
         return self
+
+    def can_fix_adapters(self, num_tokens: int) -> bool:
+        """Whether terms of adapters can be had in fixed form (`AdapterRows.fixed`) in steps of so many tokens."""
+        every = (module for module in self.modules() if isinstance(module, Experts) and module.lora)
+        return all(can_be_fixed(experts.weights(), num_tokens) for experts in every)
 
     def unpack_experts(self) -> K3Model:
         """Turn packed routed experts into ordinary weights of the model's dtype, layer by layer: what a CPU computes

@@ -68,6 +68,7 @@ class AdapterBank:
                 factors.write(slot, one)
             else:
                 factors.active.discard(slot)
+                factors.scale[slot - 1] = 0.0  # what is left in the buffers counts nowhere, in fixed form too
 
     @torch.no_grad()
     def read(self, slot: int, adapter: Adapter) -> Adapter:

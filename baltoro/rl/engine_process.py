@@ -3,12 +3,13 @@
     this process (rl, trainer)                     the engine's process
     submit, abort, poll, score   -- pyzmq -->      the Worker contract of `protocol/worker.py`
     publish                      -- channel -->    engine/publish.py: a thread beside the engine's
-    the base, mapped read-only   <-- /dev/shm --   engine/base.py
+    the base, mapped             <-- /dev/shm, CUDA IPC --   engine/base.py
 
 In: a model folder, an EngineConfig, what an adapter version looks like. Out: the calls of `rl/policy.py`.
 Invariants: no wait is without a limit; an engine that died is WorkerLost with its reason in every call from then on,
 after the deltas that had come; what is on the machine is one private folder, which whoever lives longer removes.
-Limits: this machine only; the base is shared on a CPU, on a GPU each process has its own.
+On a GPU, where a map cannot be read-only, the base's fingerprint is taken again with every publication, at both ends.
+Limits: this machine only.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from typing import Any, Literal, Self
 import msgspec
 import torch
 
+from baltoro.engine.base import Base
 from baltoro.engine.config import EngineConfig
 from baltoro.engine.pressure import Pressure
 from baltoro.engine.publish import PublishOptions
@@ -39,7 +41,6 @@ from baltoro.rl.engine_link import EngineLink
 from baltoro.transfer.channel import Channel
 from baltoro.transfer.local import DEFAULT_BUCKET_BYTES, connect
 from baltoro.transfer.manifest import Kind, Raw
-from baltoro.transfer.shared_base import SharedBase
 from baltoro.transfer.transaction import DEFAULT_TIMEOUT_S, Receipt, send
 
 FIRST = 1 << 20
@@ -80,20 +81,18 @@ class EnginePolicy:
     ) -> None:
         """Start the engine (`entry`: what its process runs) and wait until it is ready.
 
-        Errors: ConfigError without adapter slots, or for a base that cannot be shared; WorkerLost if it does not start.
+        Errors: ConfigError without adapter slots; WorkerLost if it does not start.
         """
         self.options = options = options or PolicyOptions()
         if config.max_loras < 1:
             raise ConfigError("a policy is an adapter: the engine needs max_loras of 1 or more")
-        if options.is_base_shared and config.device != "cpu":
-            raise ConfigError(f"a base on {config.device} is not shared between processes yet: set is_base_shared off")
         self.version = 0
         self.is_asleep = False
         self.given_back: dict[str, Any] = {}
-        self.model_dir = Path(model_dir)
+        self.model_dir, self.device = Path(model_dir), config.device
         self._ready: deque[TokenDelta] = deque()
         self._private: dict[str, list[TokenDelta]] = {}  # of scoring
-        self._bases: list[SharedBase] = []  # as long as the models on them may live
+        self._bases: list[Base] = []  # as long as the models on them may live
         self._link = EngineLink(self._on_delta, call_s=options.call_s)
         base_path = str(self.folder / "base") if options.is_base_shared else ""
         publish = PublishOptions(
@@ -130,9 +129,9 @@ class EnginePolicy:
         dtype: torch.dtype = getattr(torch, self.info["model"]["dtype"])
         facts = self.info.get("base")
         if facts is None:
-            return load_model(self.model_dir, dtype=dtype).requires_grad_(False)
+            return load_model(self.model_dir, dtype=dtype, device=self.device).requires_grad_(False)
         config = K3Config.load(self.model_dir).with_(dtype=self.info["model"]["dtype"])
-        model, base = open_model(config, facts["path"], facts["digest"], dtype=dtype)
+        model, base = open_model(config, facts["path"], facts["digest"], dtype=dtype, device=self.device)
         self._bases.append(base)
         return model
 
@@ -188,8 +187,11 @@ class EnginePolicy:
         """Bring a version to the engine, which goes on working. Requests that are submitted afterwards get it.
 
         Errors: TransferError with the check that refused it, here or there; `version` is then what serves.
+        DigestMismatch where somebody wrote to the base.
         """
         self._link.check()
+        for base in self._bases:
+            base.check()
         try:
             channel = self._connect()
             try:
@@ -224,7 +226,12 @@ class EnginePolicy:
 
     # ---- life ----------------------------------------------------------------------------------------------------
     def close(self) -> None:
-        """End the engine and remove what is on the machine. May be called twice."""
+        """End the engine and remove what is on the machine. On a GPU models on its base must have gone before: they
+        would read what nobody holds. May be called twice."""
+        if self.device != "cpu":
+            for base in self._bases:
+                base.close()
+            self._bases = []
         self._link.close()
 
     def __enter__(self) -> Self:

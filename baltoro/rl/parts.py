@@ -199,7 +199,9 @@ def _engine_and_trainer(config: RLConfig, tokenizer: Tokenizer, owned: ExitStack
     open_one = _inline if config.engine.place == "inline" else _process
     policy, model = open_one(config, options, tokenizer, adapter)
     owned.callback(policy.close)
-    return policy, _trainer(config, model, adapter)
+    trainer = _trainer(config, model, adapter)
+    owned.callback(trainer.release)  # before the engine, which owns what it stands on
+    return policy, trainer
 
 
 def make_standalone_trainer(config: RLConfig) -> PolicyTrainer:
@@ -248,7 +250,6 @@ def _process(config: RLConfig, options: EngineConfig, tokenizer: Tokenizer, adap
             expected=expected(adapter, K3Config.load(config.model)),
             running="carry" if config.partial.resume == "carry" else "keep",
             must_change=config.optim.lr > 0.0,
-            is_base_shared=options.device == "cpu",
         ),
     )
     return policy, policy.trainer_model()

@@ -10,6 +10,7 @@ Source: spec/training.md A.2, A.5 (initial factors), A.8 (probes), C.1.
 
 from __future__ import annotations
 
+import gc
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -232,6 +233,12 @@ class PolicyTrainer:
                 if master is not factor:
                     factor.copy_(master)
         return lr
+
+    def release(self) -> None:
+        """Let go of the model, whose weights may be an engine's that is about to free them. Nothing but the adapter is
+        left; may be called twice."""
+        self.__dict__.pop("model", None)
+        gc.collect()
 
     # ---- checkpoint ----------------------------------------------------------------------------------------------
     def state(self) -> dict[str, Any]:

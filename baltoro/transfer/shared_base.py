@@ -49,6 +49,9 @@ class SharedBase:
         """All bytes, read-only: `manifest` says where each tensor lies."""
         return self._view
 
+    def check(self) -> None:
+        """Nothing to do: nobody can write through a map. `verify` reads everything."""
+
     def verify(self) -> None:
         """Read everything again. Errors: DigestMismatch names the tensors that have changed."""
         try:

@@ -50,7 +50,11 @@ def to_tensor(raw: Raw) -> torch.Tensor:
 
 def views_of(manifest: Manifest, content: memoryview) -> dict[str, torch.Tensor]:
     """Name -> tensor, all of them views of one, so that neighbours can be joined; nothing is copied."""
-    whole = to_tensor(Raw("uint8", (len(content),), content))
+    return views_on(manifest, to_tensor(Raw("uint8", (len(content),), content)))
+
+
+def views_on(manifest: Manifest, whole: torch.Tensor) -> dict[str, torch.Tensor]:
+    """`views_of` on uint8 [N] wherever it lies; bytes behind the last tensor are let be."""
     found = {}
     for entry in manifest.tensors:
         found[entry.name] = whole[entry.offset : entry.end].view(DTYPES[entry.dtype]).view(entry.shape)

@@ -15,7 +15,10 @@ from baltoro.engine.graphs import DecodeGraphs, Step, padded_sizes
 from baltoro.errors import ConfigError
 from baltoro.model.build import new_model
 from baltoro.model.decoder import K3Model
+from baltoro.protocol.sampling import SamplingParams
+from baltoro.protocol.worker import Submit
 from tests.engine.stub import run, submit, tokens_of
+from tests.model.adapters import random_adapter
 from tests.tiny import tiny_k3
 
 PROMPTS = ((1,), (5, 9, 2, 7, 3), tuple(range(30)), (8, 8), (4, 100, 17))
@@ -64,6 +67,40 @@ def test_graphs_give_the_tokens_of_eager_steps(options: dict[str, Any]) -> None:
     assert told == [(1, 3), (2, 3), (3, 3)] and backend.replays > 8
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+def test_steps_with_adapters_are_replayed_too(overlap: bool) -> None:
+    """Base and two adapters in one batch, ranks of their own, experts or not; then a new version of one of them in the
+    slot of the old, without another capture."""
+    eager, graphed = (adapted_engine(overlap=overlap) for _ in range(2))
+    backend = FakeBackend()
+    graphed.runner.fixed_slots = 2
+    graphed.runner.capture(4, 20, backend)
+    for version in range(2):
+        for engine in (eager, graphed):
+            engine.load_adapter("a", random_adapter(engine.model_config, 2, seed=version, std=0.3, dtype=torch.float64))
+        assert answers_of_adapters(graphed) == answers_of_adapters(eager)
+    assert answers_of_adapters(eager) != answers(adapted_engine(overlap=overlap))
+    assert backend.replays > 20
+
+
+def adapted_engine(**options: Any) -> Engine:
+    engine = make_engine(max_loras=2, max_lora_rank=3, **options)
+    only_attention = random_adapter(
+        engine.model_config, 3, seed=9, std=0.3, dtype=torch.float64, wants=lambda site: site.num_experts is None
+    )
+    engine.load_adapter("b", only_attention)
+    return engine
+
+
+def answers_of_adapters(engine: Engine) -> dict[int, list[int]]:
+    for n, prompt in enumerate(PROMPTS):
+        params = SamplingParams(temperature=0.0, max_tokens=5 + 3 * n, ignore_eos=True)
+        adapter = (None, "a", "b")[n % 3]
+        engine.add(Submit(request_id=f"r{n}", token_ids=prompt, params=params, adapter=adapter))
+    deltas = run(engine)
+    return {n: tokens_of(deltas[f"r{n}", 0]) for n in range(len(PROMPTS))}
+
+
 def test_padding_goes_to_the_sinks_and_sees_one_key(monkeypatch: pytest.MonkeyPatch) -> None:
     engine, seen = make_engine(), set[tuple[int, int]]()
     engine.runner.capture(5, 20, FakeBackend())
@@ -74,7 +111,7 @@ def test_padding_goes_to_the_sinks_and_sees_one_key(monkeypatch: pytest.MonkeyPa
     def watch(self: DecodeGraphs, spans: Any, tokens: Tensor) -> None:
         fill(self, spans, tokens)
         count = len(spans)
-        assert self._rows[:, count:].tolist() == [[0] * (5 - count)] * 3 + [[1] * (5 - count)]
+        assert self._rows[:, count:].tolist() == [[0] * (5 - count)] * 3 + [[1] * (5 - count)] + [[0] * (5 - count)]
         assert not self._table[count:].any()
         assert self._rows[3, :count].tolist() == [span.end for span in spans]
         assert self._rows[1, :count].tolist() == [span.slot for span in spans] and self._rows[1, :count].all()

@@ -123,3 +123,48 @@ def test_gradients_reach_every_factor(form: object) -> None:
         return form(z, ids, weights, base, activation=silu_glu, delta=delta)  # type: ignore[operator]
 
     assert torch.autograd.gradcheck(run, (z, weights, *leaves))
+
+
+@pytest.mark.parametrize("slots", [(1, 0, 2, 1), (0, 0, 0, 2), (1, 1, 1, 1)])
+def test_the_fixed_form_is_the_one_by_rows(slots: tuple[int, ...]) -> None:
+    """Dense sites, both absorbed products and routed experts; slot 2 has no factors at the dense site: scale 0."""
+    lengths = (2, 1, 3, 1)
+    rows, each = rows_of(slots, lengths), torch.tensor(slots).repeat_interleave(torch.tensor(lengths))
+    fixed = AdapterRows.fixed(each, 2)
+    x, out = draw(7, 5), draw(7, 6, seed=1)
+    a, b, scale = draw(2, 4, 5, seed=2), draw(2, 6, 4, seed=3), torch.tensor([0.5, 0.0], dtype=F64)
+    torch.testing.assert_close(
+        add_delta(out, x, a, b, scale, fixed, active={1}), add_delta(out, x, a, b, scale, rows, active={1})
+    )
+    scale = torch.tensor([0.5, 2.0], dtype=F64)
+    a, b = draw(2, 2, 7, seed=4), draw(2, 3, 4, 2, seed=5)
+    q, latent = draw(7, 3, 4, seed=6), draw(7, 3, 7, seed=7)
+    for add, base, given in ((add_absorbed_query, latent, q), (add_absorbed_value, q, latent)):
+        found, wanted = (add(base, given, a, b, scale, one, active={1, 2}) for one in (fixed, rows))
+        torch.testing.assert_close(found, wanted)
+    weights = ExpertWeights(draw(5, 6, 4, seed=11), draw(5, 6, 4, seed=12), draw(5, 4, 6, seed=13))
+    delta = expert_delta(slots, lengths)
+    z, ids, shares = draw(7, 4, seed=14), torch.arange(21).view(7, 3) * 2 % 5, draw(7, 3, seed=15)
+    results = []
+    for one in (rows, fixed):
+        terms = ExpertDelta(delta.w1, delta.w3, delta.w2, one)
+        results.append(moe.expert_product(z, ids, shares, weights, activation=silu_glu, delta=terms))
+    torch.testing.assert_close(*results)
+    without = moe.expert_product(z, ids, shares, weights, activation=silu_glu)
+    for t, slot in enumerate(each.tolist()):
+        assert torch.allclose(results[1][t], without[t]) == (slot == 0)
+
+
+def test_rows_without_an_adapter_keep_their_bits_in_fixed_form() -> None:
+    x, out = draw(4, 5, dtype=torch.bfloat16), draw(4, 6, seed=1, dtype=torch.bfloat16)
+    a, b = draw(2, 4, 5, seed=2, dtype=torch.bfloat16), draw(2, 6, 4, seed=3, dtype=torch.bfloat16)
+    rows = AdapterRows.fixed(torch.tensor([0, 2, 0, 1]), 2)
+    got = add_delta(out, x, a, b, torch.ones(2), rows, active={1, 2})
+    assert torch.equal(got[::2], out[::2]) and not torch.equal(got[1::2], out[1::2])
+
+
+def test_only_small_experts_go_through_all_tokens() -> None:
+    small = ExpertWeights(*(torch.empty(32, *shape, device="meta") for shape in ((96, 128), (96, 128), (128, 96))))
+    assert moe.can_be_fixed(small, 8192) and not moe.can_be_fixed(small, 1 << 16)
+    large = ExpertWeights(*(torch.empty(896, 64, 8192, device="meta") for _ in range(3)))
+    assert not moe.can_be_fixed(large, 1)

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from baltoro.kernels.norm.reference import rms_norm
-from baltoro.kernels.precision import acc_dtype
+from baltoro.kernels.precision import wide_linear
 
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:
@@ -27,5 +27,4 @@ def router_linear(x: Tensor, weight: Tensor, num_logits: int) -> tuple[Tensor, T
 
     Logits that pass through bf16 flip borderline picks.
     """
-    acc = acc_dtype(x.dtype)
-    return F.linear(x.to(acc), weight[:num_logits].to(acc)), F.linear(x, weight[num_logits:])
+    return wide_linear(x, weight[:num_logits]), F.linear(x, weight[num_logits:])

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from baltoro.kernels.lora import fixed
 from baltoro.kernels.lora.reference import low_rank
 from baltoro.kernels.lora.rows import AdapterRows, add_rows, gather
 
@@ -46,14 +47,23 @@ class ExpertDelta:
 
     def add_first(self, gate: Tensor, up: Tensor, z: Tensor, tokens: Tensor, experts: Tensor) -> tuple[Tensor, Tensor]:
         """gate, up [P, F] of P pairs, with the terms of their tokens' adapters. z [T, M]; tokens, experts int64 [P]."""
+        if self.rows.shares is not None:
+            places, shares = self._places(tokens, experts), self.rows.shares
+            return (
+                fixed.add_first(gate, z, self.w1.a, self.w1.b, self.w1.scale, shares, places),
+                fixed.add_first(up, z, self.w3.a, self.w3.b, self.w3.scale, shares, places),
+            )
         pairs = self._pairs(tokens, experts, (*self.w1.active, *self.w3.active))
         return _first(gate, z, self.w1, pairs), _first(up, z, self.w3, pairs)
 
     def add_second(self, out: Tensor, hidden: Tensor, weights: Tensor, tokens: Tensor, experts: Tensor) -> Tensor:
         """out [T, M], the weighted sum in the accumulate dtype, with the terms of w2 for hidden [P, F].
 
-        weights [P] of the pairs.
+        weights [P] of the pairs. Rows in fixed form: the pairs of a token one after the other.
         """
+        if self.rows.shares is not None:
+            places, w2 = self._places(tokens, experts), self.w2
+            return fixed.add_second(out, hidden, weights, w2.a, w2.b, w2.scale, self.rows.shares, places)
         parts = []
         for pairs in self._pairs(tokens, experts, self.w2.active):
             slot = pairs.slot - 1
@@ -62,6 +72,14 @@ class ExpertDelta:
             summed = low.new_zeros(len(out), low.shape[1]).index_add(0, pairs.tokens, low) * self.w2.scale[slot]
             parts.append((pairs.rows, F.linear(gather(summed, pairs.rows), self.w2.b[slot, 0].to(out.dtype))))
         return add_rows(out, parts)
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether nothing may ask the device which rows have an adapter."""
+        return self.rows.shares is not None
+
+    def _places(self, tokens: Tensor, experts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return tokens, experts, self.rows.slot_places.index_select(0, tokens)
 
     def _pairs(self, tokens: Tensor, experts: Tensor, active: Collection[int]) -> list[_Pairs]:
         found = []

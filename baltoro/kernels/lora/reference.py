@@ -4,7 +4,7 @@
 
 Both products and the sum with the base are taken in the accumulate dtype, whatever the base is kept in, and rounded
 once: factors of zero give back the base's bits. Slots are numbered from 1; factors of slot s lie at s - 1. Ranks below
-the widest are zero rows of A and zero columns of B. Autograd-able in x, A and B.
+the widest are zero rows of A and zero columns of B. Autograd-able in x, A and B. Rows in fixed form go to `fixed.py`.
 Source: spec/training.md A.5; the absorbed form follows from kv_b + scale * B A in spec/k3.md 3.5.
 """
 
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from baltoro.kernels.lora import fixed
 from baltoro.kernels.lora.rows import AdapterRows, add_rows, gather
 from baltoro.kernels.precision import acc_dtype
 
@@ -27,6 +28,8 @@ def add_delta(
 
     `active`: slots that have factors here; others are left alone.
     """
+    if rows.shares is not None:
+        return fixed.add_delta(out, x, a, b, scale, rows.shares)
     parts = []
     for slot, index in rows.among(active):
         low = low_rank(gather(x, index), a, scale, slot)
@@ -47,6 +50,8 @@ def add_absorbed_query(
 
     q (W + scale B A) = q W + scale (q B) A
     """
+    if rows.shares is not None:
+        return fixed.add_absorbed_query(out, q, a, b, scale, rows.shares)
     parts = []
     for slot, index in rows.among(active):
         acc = acc_dtype(q.dtype)
@@ -59,6 +64,8 @@ def add_absorbed_value(
     out: Tensor, latent: Tensor, a: Tensor, b: Tensor, scale: Tensor, rows: AdapterRows, *, active: Collection[int]
 ) -> Tensor:
     """Values out [N, H, V] of latent outputs [N, H, R] through the value part of kv_b: a [U, r, R], b [U, H, V, r]."""
+    if rows.shares is not None:
+        return fixed.add_absorbed_value(out, latent, a, b, scale, rows.shares)
     parts = []
     for slot, index in rows.among(active):
         low = low_rank(gather(latent, index), a, scale, slot)

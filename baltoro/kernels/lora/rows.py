@@ -1,6 +1,8 @@
 """Which rows of a packed [T, ...] tensor belong to which adapter slot.
 
-Slot 0 is no adapter. Host integers say which slots occur, so that nothing has to ask the device.
+Slot 0 is no adapter. Host integers say which slots occur, so that nothing has to ask the device. Rows in fixed form
+know nothing on the host: `shares` says it, on the device, and every slot's terms are computed for all rows
+(`fixed.py`).
 Invariants: groups are disjoint, ascend by slot, and leave out slot 0; `index` is their rows one after the other.
 """
 
@@ -22,11 +24,13 @@ class AdapterRows:
     slots    int64 [T] on the device, the slot of each row
     present  slots that occur, without 0, ascending
     groups   int64 row indices of each of them; None: that slot has all rows
+    shares   fixed form: [T, U], float32, 1 where the row has the slot, else 0; None: the form above
     """
 
     slots: Tensor
     present: tuple[int, ...]
     groups: tuple[Tensor | None, ...]
+    shares: Tensor | None = None
 
     @staticmethod
     def build(slots: Sequence[int], lengths: Sequence[int], device: str | torch.device = "cpu") -> AdapterRows | None:
@@ -44,6 +48,17 @@ class AdapterRows:
             return AdapterRows(each.to(device), present, (None,))
         groups = tuple((each == slot).nonzero().flatten().to(device) for slot in present)
         return AdapterRows(each.to(device), present, groups)
+
+    @staticmethod
+    def fixed(slots: Tensor, num_slots: int) -> AdapterRows:
+        """In fixed form, of slots int64 [T] on the device, 0 .. num_slots."""
+        known = torch.arange(1, num_slots + 1, device=slots.device)
+        return AdapterRows(slots, (), (), (slots.unsqueeze(1) == known).to(torch.float32))
+
+    @property
+    def slot_places(self) -> Tensor:
+        """int64 [T]: the place of each row's slot among the factors; 0 also for rows without one, whose share is 0."""
+        return (self.slots - 1).clamp_min(0)
 
     def among(self, wanted: Collection[int]) -> list[tuple[int, Tensor | None]]:
         """(slot, rows) of those of `wanted` that occur."""

@@ -32,6 +32,9 @@ MAX_GATHERED_PAIRS = 32
 # us, one thread, 2026-11-30, single / everywhere / grouped: 16 experts of 64 x 64, one token 68 / 82 / 167, 8 tokens
 # - / 139 / 364; 32 of 96 x 128, one token 77 / 321 / 189, 8 tokens - / 619 / 525. Gathering copies the weights: 1192.
 MAX_EVERYWHERE, MAX_WASTE = 1 << 17, 8
+# Elements that one matrix of all experts, and one of its products with all tokens, may have in fixed form (see
+# `can_be_fixed`): what nobody reads is computed too, to have no word with the host.
+MAX_FIXED = 1 << 26
 
 
 def expert_product(
@@ -53,7 +56,8 @@ def expert_product(
     """
     experts = experts.fake() if fake_weights else experts
     # others than `grouped` would keep matrices of the base for backward
-    form = grouped if torch.is_grad_enabled() else _form(ids, experts)
+    is_fixed = delta is not None and delta.is_fixed
+    form = grouped if torch.is_grad_enabled() and not is_fixed else _form(ids, experts, delta)
     return form(z, ids, weights, experts, activation=activation, fake_activations=fake_activations, delta=delta)
 
 
@@ -172,8 +176,17 @@ def _all(weight: Weight, dtype: torch.dtype) -> Tensor:
     return weight.to(dtype) if isinstance(weight, Tensor) else weight.dense(slice(None), dtype)
 
 
-def _form(ids: Tensor, experts: AnyExperts) -> Callable[..., Tensor]:
+def can_be_fixed(experts: AnyExperts, num_tokens: int) -> bool:
+    """Whether so many tokens go through all experts in reasonable memory: then a step with terms of adapters in fixed
+    form asks the host for nothing."""
+    count, inner, width = experts.w1.shape
+    return count * max(inner * width, num_tokens * max(inner, width)) <= MAX_FIXED
+
+
+def _form(ids: Tensor, experts: AnyExperts, delta: ExpertDelta | None = None) -> Callable[..., Tensor]:
     """The form that takes least time without gradients."""
+    if delta is not None and delta.is_fixed:
+        return everywhere
     if not ids.is_cpu:
         return gathered if ids.numel() <= MAX_GATHERED_PAIRS else grouped
     if len(ids) == 1 and isinstance(experts.w1, Tensor):
