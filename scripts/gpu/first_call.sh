@@ -21,7 +21,7 @@ if [ "${RL:-}" != none ]; then
 fi
 export CUDA_VISIBLE_DEVICES=0 OMP_NUM_THREADS=1 # many worker processes: a thread each
 if [ "${TESTS:-}" != none ]; then
-  timeout "${TEST_SECONDS:-150}" python3 -m pytest -q -n 8 -m gpu -p no:cacheprovider \
+  timeout "${TEST_SECONDS:-150}" python3 -m pytest -v --timeout 100 -n 8 -m gpu -p no:cacheprovider \
     ${TESTS:-tests/kernels tests/engine tests/trainer tests/rl} > "$out/tests.txt" 2>&1
   echo "tests at $SECONDS s"
   grep -E "^(FAILED|ERROR|E  )|passed|failed" "$out/tests.txt" | cut -c1-200 | head -40
