@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -25,6 +26,10 @@ def rl(
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Folder of the run; default: runs/NAME.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint in the folder.")] = False,
+    stop_after: Annotated[
+        float | None,
+        typer.Option(help="Seconds after which to end with an evaluation and a checkpoint; --resume goes on."),
+    ] = None,
     dry_run: Annotated[
         bool,
         typer.Option(
@@ -57,7 +62,7 @@ def rl(
 
         baltoro rl recipes/rl-mini.toml --set algorithm=kimi --set partial.share=0.5 --out runs/kimi
 
-        baltoro rl recipes/rl-mini.toml --resume
+        baltoro rl recipes/rl-mini.toml --resume --stop-after 540
 
         baltoro rl recipes/rl-mini.toml --replay runs/rl-mini --set optim.lr=0.001
 
@@ -68,6 +73,7 @@ def rl(
     from baltoro.config import load_config
     from baltoro.rl.recipe import RLConfig
 
+    began = time.monotonic()
     config = load_config(RLConfig, recipe, overrides or ())
     console = Console()
     out = out or Path("runs") / config.name
@@ -79,7 +85,8 @@ def rl(
     elif replay is not None:
         _replay(config, replay, console)
     else:
-        _run(config, out, console, resume=resume, export=export)
+        until = None if stop_after is None else began + stop_after
+        _run(config, out, console, resume=resume, export=export, until=until)
 
 
 def _show_plan(config: RLConfig, console: Console) -> None:
@@ -116,7 +123,9 @@ def _bytes(count: int) -> str:
     return format_bytes(count)
 
 
-def _run(config: RLConfig, out: Path, console: Console, *, resume: bool, export: Path | None) -> None:
+def _run(
+    config: RLConfig, out: Path, console: Console, *, resume: bool, export: Path | None, until: float | None
+) -> None:
     """The loop under a live table."""
     from rich.live import Live
 
@@ -136,7 +145,7 @@ def _run(config: RLConfig, out: Path, console: Console, *, resume: bool, export:
                 if every and line["step"] and line["step"] % every == 0:
                     _plot(out, live.console)
 
-            run(parts, out, resume=resume, listener=show)
+            run(parts, out, resume=resume, listener=show, until=until)
         if export is not None:
             save_adapter(parts.trainer.adapter(), export, parts.trainer.model.config)
             console.print(f"adapter in {export}; serve it: baltoro serve {config.model} --max-loras 1 "

@@ -217,13 +217,16 @@ class Engine:
     def sleep(self) -> dict[str, int]:
         """Give the arena's memory back until `wake`. Running requests go back to the line and are computed again;
         prefixes on the device are forgotten, those of the host tier kept; weights and adapters stay. Requests may come,
-        and wait. Out: bytes given back (0 if it slept already), and how much less is resident."""
+        and wait. Captured graphs remember addresses: with them an arena that cannot keep its own is not given back.
+        Out: bytes given back (0 if it slept already), and how much less is resident."""
         before = resident_bytes()
         if not self.is_asleep:
             self.loop.settle()
             plan = self.scheduler.sleep()
             self.scheduler.commit(plan, self.runner.run(plan))
-        given = self.pool.memory.give_back() if self.pool.memory is not None else 0
+        memory = self.pool.memory
+        can_go = memory is not None and (memory.keeps_address or self.runner.graphs is None)
+        given = memory.give_back() if memory is not None and can_go else 0
         return {"given_back_bytes": given, "resident_bytes": before - resident_bytes() if given else 0}
 
     def wake(self) -> dict[str, int]:

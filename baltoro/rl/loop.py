@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from baltoro.rl.colocate import training
 from baltoro.rl.drift import check_drift, start_test
 from baltoro.rl.effort import measure_b0
 from baltoro.rl.evaluate import EvalRecord, evaluate
+from baltoro.rl.memory import memory_line
 from baltoro.rl.parts import Parts
 from baltoro.rl.samples import StepSamples, make_samples
 from baltoro.rl.types import Group
@@ -27,11 +29,37 @@ from baltoro.trainer.state_file import latest_state
 Listener = Callable[[Mapping[str, Any]], None]
 
 
-def run(parts: Parts, out: Path, *, resume: bool = False, listener: Listener = lambda line: None) -> None:
-    """To the last step. Errors: ConfigError if `out` holds a run and `resume` is off; InvariantError from a check."""
-    config = parts.config
-    listener(start(parts, out, resume=resume))
-    while parts.step < config.steps:
+@dataclass(slots=True)
+class Clock:
+    """When a run is to end before its last step, evaluation included. Single writer: the loop.
+
+    until  of time.monotonic; None: never. eval_s, step_s: what the last evaluation and step took
+    """
+
+    until: float | None = None
+    eval_s: float = 0.0
+    step_s: float = 0.0
+
+    @property
+    def is_over(self) -> bool:
+        """Whether another step, and an evaluation after it, would come too late."""
+        return self.until is not None and time.monotonic() + self.step_s + self.eval_s >= self.until
+
+
+def run(
+    parts: Parts,
+    out: Path,
+    *,
+    resume: bool = False,
+    listener: Listener = lambda line: None,
+    until: float | None = None,
+) -> None:
+    """To the last step, or until `until` (of time.monotonic): then to an evaluation and a checkpoint, to go on from it
+    later. Errors: ConfigError if `out` holds a run and `resume` is off; InvariantError from a check."""
+    config, clock = parts.config, Clock(until)
+    listener(start(parts, out, clock, resume=resume))
+    is_over = parts.step >= config.steps
+    while not is_over:
         began = time.monotonic()
         groups = parts.collector.collect(parts.version, parts.fresh(), config.rollout.group_size)
         samples = samples_of(parts, groups)
@@ -43,17 +71,23 @@ def run(parts: Parts, out: Path, *, resume: bool = False, listener: Listener = l
         if parts.canary is None:
             parts.pin(groups)
         canary = parts.canary.look(parts.policy, parts.trainer) if parts.canary is not None else None
-        held_out = measure(parts) if parts.step % config.eval.every_steps == 0 or parts.step == config.steps else None
+        clock.step_s = time.monotonic() - began
+        is_over = parts.step >= config.steps or clock.is_over
+        has_eval = parts.step % config.eval.every_steps == 0 or is_over
+        if has_eval:
+            line |= memory_line(parts.trainer, parts.policy)
+        held_out = measure(parts, clock) if has_eval else None
         line |= log.check_line(None, canary, held_out)
         parts.forget()
-        line = {"step": parts.step, "version": parts.version, **line, "step_s": round(time.monotonic() - began, 4)}
+        line = {"step": parts.step, "version": parts.version, **line, "step_s": round(clock.step_s, 4)}
+        line |= {"eval_s": round(clock.eval_s, 4)} if has_eval else {}
         log.append(out, line)
-        if parts.step % config.save.every_steps == 0 or parts.step == config.steps:
+        if parts.step % config.save.every_steps == 0 or is_over:
             save(out, config, parts.saved(), keep=config.save.keep)
         listener(line)
 
 
-def start(parts: Parts, out: Path, *, resume: bool) -> Mapping[str, Any]:
+def start(parts: Parts, out: Path, clock: Clock, *, resume: bool) -> Mapping[str, Any]:
     """Before the next step: the checkpoint if there is one, the start-up test, an evaluation before the first step."""
     found = latest_state(out)
     if found is not None and not resume:
@@ -74,7 +108,7 @@ def start(parts: Parts, out: Path, *, resume: bool) -> Mapping[str, Any]:
     if is_first and parts.config.has_effort_budget:
         parts.b0 = measure_b0(parts)
     if is_first:
-        held_out = measure(parts)
+        held_out = measure(parts, clock)
         log.append(out, {"step": 0, "version": parts.version, **log.check_line(None, None, held_out)})
         line["eval"] = held_out
     return {"step": parts.step, "version": parts.version, **line}
@@ -108,19 +142,21 @@ def train(parts: Parts, samples: StepSamples) -> dict[str, Any]:
             if record.num_grads or config.optim.lr == 0.0 or record.probe:
                 sync = parts.sync.publish(parts.version + 1, parts.trainer.adapter())
                 parts.version += 1
+        published = time.monotonic()
     parts.step += 1
     seconds = {
         "train_s": round(trained - began - times.sleep_s, 4),
+        "publish_s": round(published - trained, 4),
         "sleep_s": round(times.sleep_s, 4),
         "wake_s": round(times.wake_s, 4),
     }
     return log.train_line(record, parts.trainer.norm) | seconds | log.check_line(sync, None, None)
 
 
-def measure(parts: Parts) -> EvalRecord:
+def measure(parts: Parts, clock: Clock) -> EvalRecord:
     """The held-out set under the version that serves."""
-    config = parts.config
-    return evaluate(
+    config, began = parts.config, time.monotonic()
+    found = evaluate(
         parts.policy,
         parts.held_out,
         parts.talk,
@@ -129,3 +165,5 @@ def measure(parts: Parts) -> EvalRecord:
         seed=config.seed,
         most=parts.policy.pressure().max_running,
     )
+    clock.eval_s = time.monotonic() - began
+    return found

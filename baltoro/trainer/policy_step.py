@@ -135,7 +135,7 @@ class PolicyTrainer:
     def norm(self) -> float:
         """Root of the sum of squares of all B: 0 where it changes nothing."""
         with torch.no_grad():
-            return math.sqrt(sum(float(b.double().square().sum()) for b in self.factors[1::2]))
+            return math.sqrt(float(torch.stack([b.double().square().sum() for b in self.factors[1::2]]).sum()))
 
     # ---- forwards ------------------------------------------------------------------------------------------------
     def logprobs(self, batch: PolicyBatch, *, has_adapter: bool = True) -> Tensor:
@@ -164,11 +164,12 @@ class PolicyTrainer:
         lengths = torch.tensor([sample.num_counted for sample in samples], device=self.model.device)
         of_step = Totals(lengths)
         parts = [self._backward(batch, of_step) for batch in batches]
-        probed = self._collect()
+        sizes = self._collect()
+        probed = max(range(1, len(sizes), 2), key=sizes.__getitem__)  # the B with the largest gradient
         norm = torch.nn.utils.clip_grad_norm_(self.masters, self.optim.max_grad_norm or math.inf)
         if not math.isfinite(float(norm)):
             raise InvariantError(f"the gradient's norm is {float(norm)}: the step was not taken")
-        num_grads = sum(bool(m.grad is not None and m.grad.any()) for m in self.masters)
+        num_grads = sum(size > 0.0 for size in sizes)
         before = self.masters[probed].detach().clone()
         lr = self._update()
         return PolicyRecord(
@@ -210,16 +211,15 @@ class PolicyTrainer:
         same, ratio = drift(now.detach(), batch.old, batch.is_fresh), drift(now.detach(), batch.old, mask)
         return _Part(float(loss.detach()), same, ratio, int(terms.is_low.sum()), int(terms.is_high.sum()), num_cut)
 
-    def _collect(self) -> int:
-        """Gradients of the factors to their masters; returns the place of the B with the largest one."""
-        largest, place = -1.0, 1
-        for index, (master, factor) in enumerate(zip(self.masters, self.factors, strict=True)):
+    def _collect(self) -> list[float]:
+        """Gradients of the factors to their masters; returns the largest element of each, all read at once."""
+        for master, factor in zip(self.masters, self.factors, strict=True):
             if master is not factor and factor.grad is not None:
                 master.grad, factor.grad = factor.grad.to(master.dtype), None
-            size = float(master.grad.abs().max()) if master.grad is not None else 0.0
-            if index % 2 and size > largest:
-                largest, place = size, index
-        return place
+        zero = self.masters[0].new_zeros(())
+        sizes = [zero if m.grad is None else m.grad.abs().amax() for m in self.masters]
+        found: list[float] = torch.stack(sizes).tolist()
+        return found
 
     def _update(self) -> float:
         lr = self.optim.lr * min(1.0, (self.steps + 1) / max(1, self.optim.warmup_steps))

@@ -1,4 +1,4 @@
-"""One base on a GPU for an engine and a trainer of two processes: CUDA IPC, with everything that stands on it."""
+"""One base on a GPU for an engine and a trainer of two processes: CUDA IPC itself, and what stands on it."""
 
 from __future__ import annotations
 
@@ -128,6 +128,7 @@ def test_sleep_and_wake_return_to_the_same_bytes(policy: EnginePolicy) -> None:
     expected = tokens(finish(policy, "a")["a"])
     for _ in range(3):
         policy.sleep()
+        assert policy.given_back["given_back_bytes"] > 0, "graphs are captured, and the addresses stay"
         policy.wake()
         policy.submit(ask("b"))
         assert tokens(finish(policy, "b")["b"]) == expected

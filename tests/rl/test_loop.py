@@ -6,6 +6,7 @@ import json
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -22,7 +23,7 @@ from baltoro.rl.replay import replay, rescore
 from tests.contract.tree import ROOT
 from tests.rl.runs import Brief, recipe
 
-TIMES = {"rollout_s", "train_s", "sleep_s", "wake_s", "step_s"}
+TIMES = {"rollout_s", "train_s", "publish_s", "sleep_s", "wake_s", "step_s", "eval_s"}
 
 
 def lines_of(out: Path) -> list[dict[str, Any]]:
@@ -61,6 +62,20 @@ def test_a_short_run_writes_what_it_says(tiny_folder: Path, tmp_path: Path) -> N
         go(tiny_folder, tmp_path / "run", steps=2)
     pytest.importorskip("matplotlib")
     assert plot_run(tmp_path / "run").stat().st_size > 10_000
+
+
+def test_a_run_that_is_out_of_time_ends_evaluated_and_goes_on(tiny_folder: Path, tmp_path: Path) -> None:
+    """One step at least, though the time is over; its last line has an evaluation; then to the end."""
+    parts = open_parts(recipe(tiny_folder, steps=3, save={"every_steps": 100}), families=[Brief()])
+    try:
+        run(parts, tmp_path, until=time.monotonic())
+    finally:
+        parts.close()
+    lines = read_log(tmp_path)
+    assert [line["step"] for line in lines] == [0, 1] and "eval" in lines[-1]
+    assert lines[-1]["memory"]["base_bytes"] > lines[-1]["memory"]["own_bytes"] > 0
+    lines = go(tiny_folder, tmp_path, resume=True, steps=3, save={"every_steps": 100})
+    assert [line["step"] for line in lines] == [0, 1, 2, 3] and "eval" not in lines[2] and "eval" in lines[3]
 
 
 def test_a_replay_takes_the_steps_that_the_run_took(tiny_folder: Path, tmp_path: Path) -> None:
