@@ -5,8 +5,8 @@ Requests go out while the throttle allows, oldest trajectory first; a turn that 
 the world said; an attempt at its end is judged. What fails for reasons of ours (engine, sandbox, judge) is tried again
 from where it stands, then excluded from its group, never scored 0.
 Invariants: a trajectory's budget is over all its turns and rounds; a wait without news ends with an error that names
-who is missing; when a round ends with requests under way, they are ended (reprefill) or sleep (carry), and every token
-that came before is kept.
+who is missing; when a round ends with requests under way, they are ended (reprefill) or sleep (carry: the engine keeps
+their KV and state in its host tier), and every token that came before is kept, also what they say between two rounds.
 With `judge_threads` 0 everything happens in the loop, in the order of the deltas: then an in-process engine repeats.
 Source: spec/training.md B.2 (17, 18, 24), C.3.
 """
@@ -98,6 +98,7 @@ class Collector:
         self.throttle: Throttle | None = None
         self._count = self._num_ended = self._polls = 0
         self._scores: list[Score] = []
+        self.early: list[TokenDelta] = []  # of carried requests, heard by others between two rounds
         self.record = RoundRecord()
 
     # ---- a round -------------------------------------------------------------------------------------------------
@@ -109,6 +110,8 @@ class Collector:
         trajectories = [t for number, drawn in fresh for t in self._begin(number, drawn, group_size)]
         for order in self.book.begin(version, trajectories):
             self._take(order)
+        early, self.early = self.early, []
+        self._hear(early)
         last_news = began
         while not self.book.is_over():
             self._send()
@@ -303,6 +306,7 @@ class Collector:
         paused = self.book.stop()
         for key in paused:
             self._live[key].is_carried = is_carrying and self._live[key].request in self._by_request
+        self.book.forget_states(key for key in paused if not self._live[key].is_carried)
         self.record.paused = len(paused)
 
     def _drain(self, running: dict[str, Key]) -> None:

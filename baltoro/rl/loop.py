@@ -90,6 +90,7 @@ def samples_of(parts: Parts, groups: Sequence[Group]) -> StepSamples:
         max_tokens=config.partial.max_tokens,
         version=parts.version,
         b0=parts.b0,
+        is_carried=config.partial.resume == "carry",
         random_rewards=config.seed if config.reward == "random" else None,
     )
 
@@ -128,4 +129,5 @@ def measure(parts: Parts) -> EvalRecord:
         max_tokens=config.partial.max_tokens,
         seed=config.seed,
         most=parts.policy.pressure().max_running,
+        others=parts.collector.early,
     )

@@ -45,6 +45,7 @@ def replay(
             # b0 belongs to the run's checkpoint; a dump's groups are shaped without it
             max_tokens=config.partial.max_tokens,
             version=found.version,
+            is_carried=config.partial.resume == "carry",
             random_rewards=config.seed if config.reward == "random" else None,
         )
         record = trainer.step(samples.samples)
