@@ -37,8 +37,11 @@ def run(parts: Parts, out: Path, *, resume: bool = False, listener: Listener = l
         samples = samples_of(parts, groups)
         dumped = log.tasks_of(groups, {name: one.task for name, one in parts.tasks.items()})
         if config.save.has_rollouts:
-            step = parts.step + 1
-            log.write_dump(out, log.Dump(step=step, version=parts.version, groups=tuple(groups), tasks=dumped))
+            b0 = {name: parts.b0[name] for name in dumped if name in parts.b0}
+            log.write_dump(
+                out,
+                log.Dump(step=parts.step + 1, version=parts.version, groups=tuple(groups), tasks=dumped, b0=b0),
+            )
         line = log.rollout_line(samples, parts.collector.record) | train(parts, samples)
         if parts.canary is None:
             parts.pin(groups)

@@ -102,6 +102,9 @@ def test_an_effort_budget_is_measured_first_and_costs_who_is_over_it(tiny_folder
     assert lines[2]["rules"] == {} and lines[2]["reward"] == lines[2]["score"]
     tasks = [set(dump.tasks) for dump in read_dumps(tmp_path)]
     assert tasks[0] == tasks[1] and len(tasks[0]) == 2
+    again = replay(recipe(tiny_folder, **changes), read_dumps(tmp_path))
+    for key in ("rules", "reward"):
+        assert [line[key] for line in again] == [line[key] for line in lines[1:]], "a replay has the budgets of the run"
 
 
 @pytest.mark.slow
