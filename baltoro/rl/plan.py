@@ -108,6 +108,11 @@ def refuse(config: RLConfig, model: K3Config, engine: EngineConfig) -> None:
         "partial.resume carry needs engine.place process: the inline engine cannot change a running request's version",
     )
     need(
+        config.partial.resume == "reprefill" or engine.retract_to == "host",
+        "partial.resume carry needs engine.options.retract_to host and host_cache_bytes: between two rounds "
+        "the engine gives its pool back, and what is not copied is computed anew, as with reprefill",
+    )
+    need(
         config.partial.share == 1.0 or config.partial.max_staleness >= 1,
         "partial.share below 1 trains on tokens of older versions: set partial.max_staleness to at least 1",
     )

@@ -16,6 +16,8 @@ from baltoro.rl.sync import export
 from baltoro.trainer.policy_step import first_adapter
 from tests.rl.runs import MODEL, recipe
 
+IN_PROCESS = {"is_deterministic": False, "engine": {"place": "process"}}
+
 
 def plan_of(config: RLConfig):  # type: ignore[no-untyped-def]
     return make_plan(config, MODEL, engine_config(config))
@@ -42,6 +44,7 @@ def test_bytes_of_a_publication_are_those_that_are_sent() -> None:
         ({"engine": {"sleeps": True}}, "engine.sleeps"),
         ({"engine": {"options": {"device": "cuda"}}}, "engine.place"),
         ({"partial": {"resume": "carry"}}, "engine.place process"),
+        ({**IN_PROCESS, "partial": {"resume": "carry"}}, "retract_to host"),
         ({"partial": {"share": 0.5, "max_staleness": 0}}, "max_staleness"),
         ({"partial": {"max_tokens": 4096}, "optim": {"micro_tokens": 9000}}, "max_tokens 4096"),
         ({"rollout": {"judge_threads": 2}}, "is_deterministic"),
