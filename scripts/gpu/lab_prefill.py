@@ -10,11 +10,13 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import os
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from multiprocessing.pool import AsyncResult
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -28,9 +30,8 @@ from scripts.gpu.prefill_checks import BEGUN, BF16, F32, Case, attempt, default,
 
 # most promising first: channels, warps, stages, registers
 PREPARES = [
-    Launch(64, 4, 1), Launch(64, 8, 1, 128), Launch(64, 4, 1, 168), Launch(128, 4, 1), Launch(32, 4, 1, 168),
-    Launch(32, 8, 1, 128), Launch(128, 8, 1), Launch(64, 8, 1), Launch(32, 4, 1, 128), Launch(128, 8, 1, 128),
-    Launch(32, 2, 1),
+    Launch(64, 4, 1), Launch(128, 4, 1), Launch(128, 8, 1), Launch(64, 8, 1), Launch(64, 8, 1, 128),
+    Launch(32, 8, 1), Launch(64, 4, 1, 168), Launch(32, 4, 1), Launch(128, 8, 1, 128),
 ]  # fmt: skip
 SCANS = [
     Launch(128, 8, 2), Launch(64, 4, 1), Launch(64, 4, 3), Launch(64, 4, 2), Launch(32, 4, 3), Launch(64, 8, 2),
@@ -40,6 +41,7 @@ FRAGMENTS = [
     Launch(128, 8, 3), Launch(64, 4, 2), Launch(64, 4, 1), Launch(64, 4, 3), Launch(128, 8, 2), Launch(128, 4, 2),
     Launch(32, 4, 2),
 ]  # fmt: skip
+FOLDER = Path(tempfile.gettempdir())
 # tokens, spans, heads, segments of each span to try
 SHAPES = [(8192, 1, 96, (1,)), (65536, 1, 12, (11, 10, 8, 16, 22)), (8192, 1, 12, (11, 1, 8, 4)), (8192, 8, 96, (1,))]
 
@@ -87,6 +89,7 @@ def launch_part(part: str, call: prefill.Call, tensors: tuple[Tensor, ...], head
 def warm(part: str, config: Config) -> str:
     """In a process of its own: fill the cache on disk with what the main one will launch. Small, same signatures."""
     begun = time.monotonic()
+    torch.set_num_threads(1)
     for pieces in (1, 4):
         if part == "fragment" and pieces == 1:
             continue
@@ -101,12 +104,26 @@ def warm(part: str, config: Config) -> str:
         call, tensors = bench_call(shape, config, shape[3][0])
         launch_part(part, call, tensors, shape[2])()
     torch.cuda.synchronize()
-    Case(128, BF16, "cuda").check(f"in its own process: {part}", config, True, 2)
+    if not stored(128, BF16).to("cuda").check(f"in its own process: {part} {getattr(config, part)}", config, True, 2):
+        raise ValueError("wrong")
     return f"{time.monotonic() - begun:.0f} s"
+
+
+def stored(keys: int, dtype: torch.dtype) -> Case:
+    """A case that was made once for all processes: 28 that each made it held each other up."""
+    path = FOLDER / f"case-{keys}-{str(dtype)[6:]}.pt"
+    if not path.exists():
+        case = Case(keys, dtype)
+        torch.save(case, path.with_suffix(".new"))
+        path.with_suffix(".new").rename(path)
+    found = torch.load(path, weights_only=False)
+    assert isinstance(found, Case)
+    return found
 
 
 def warm_check(keys: int, dtype: torch.dtype, is_bounded: bool) -> str:
     """The same for `Case.check`."""
+    torch.set_num_threads(1)
     layout = (1, 63, 130, 300, 17), (0, 64, 5, 0, 60), ((3, 128), (2, 59))
     tensors, state = inputs(511, 2, keys, dtype, "cuda"), torch.zeros(5, 2, keys, keys, device="cuda")
     for segments in (None, 2):
@@ -121,7 +138,7 @@ def warm_check(keys: int, dtype: torch.dtype, is_bounded: bool) -> str:
 def correct(device: str, jobs: dict[Any, AsyncResult[str]], until: float) -> None:
     """Defaults at both sizes and dtypes, bounded or not, cut or not."""
     for keys, dtype in ((128, BF16), (64, BF16), (128, F32), (64, F32)):
-        case = attempt("case", partial(Case, keys, dtype, device))
+        case = attempt("case", lambda keys=keys, dtype=dtype: stored(keys, dtype).to(device))
         if not isinstance(case, Case):
             continue
         for is_bounded in (True, False):
@@ -139,8 +156,9 @@ def sweep(jobs: list[tuple[str, Config, AsyncResult[str]]], until: float) -> Non
     """Every kernel's configurations: right at ragged spans, then timed at the bench's shapes."""
     from baltoro.bench.kernels.timing import graph_us
 
-    case, rows = Case(128, BF16, "cuda"), []
+    case, rows = stored(128, BF16).to("cuda"), []
     times: dict[tuple[str, int], list[tuple[float, str]]] = {}
+    begun = False
     for part, config, job in jobs:
         one = getattr(config, part)
         left = until - (time.monotonic() - BEGUN)
@@ -148,6 +166,9 @@ def sweep(jobs: list[tuple[str, Config, AsyncResult[str]]], until: float) -> Non
             continue
         if not attempt(f"{part} {one}", partial(case.check, f"{part} {one}", config, True, 2)):
             continue
+        if part == "fragment" and not begun:  # the defaults of all kernels are compiled
+            begun = True
+            whole({}, graph_us, until)
         for n, shape in enumerate(SHAPES[:2]):
             pieces = shape[3][0]
             if part == "fragment" and pieces == 1:
@@ -193,18 +214,18 @@ def cut_gap() -> None:
 
 
 def whole(times: dict[tuple[str, int], list[tuple[float, str]]], graph_us: Callable[..., float], until: float) -> None:
-    """All launches with the best of each kernel, and with the default, over the segments to try."""
+    """All launches with the best of each kernel over the segments to try; without times with the default."""
 
     def best(part: str, n: int, found: list[Launch]) -> Launch:
         known = min(times.get((part, n), [(0.0, "")]))[1]
         return next((one for one in found if str(one) == known), found[0])
 
-    for shape in SHAPES:
+    for shape in SHAPES if times else SHAPES[:2]:
         like = 0 if shape[2] == 96 else 1
         parts = [best(p, like, f) for p, f in (("prepare", PREPARES), ("scan", SCANS), ("fragment", FRAGMENTS))]
         for pieces in shape[3]:
             for name, config in (("best", Config(*parts)), ("default", default(BF16, shape[2] * shape[1]))):
-                if time.monotonic() - BEGUN > until or (name == "default" and pieces != shape[3][0]):
+                if time.monotonic() - BEGUN > until or (name == "default") != (not times):
                     continue
 
                 def measure(shape: Any = shape, config: Config = config, pieces: int = pieces) -> float:
@@ -221,7 +242,7 @@ def dry() -> None:
     from triton import knobs
 
     if knobs.runtime.interpret:
-        case = Case(32, F32, "cpu", 16)
+        case = Case(32, F32, 16)
         for is_bounded in (True, False):
             case.check(f"dry {is_bounded}", Config(Launch(16, 4, 1), Launch(16, 4, 1), Launch(16, 4, 1)), is_bounded, 2)
         return
@@ -235,25 +256,26 @@ def main() -> None:
     """See above."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--seconds", type=float, default=60)
-    parser.add_argument("--workers", type=int, default=max(2, min(28, (os.cpu_count() or 4) - 2)))
+    parser.add_argument("--workers", type=int, default=max(2, min(14, (os.cpu_count() or 4) - 2)))
     parser.add_argument("--dry", action="store_true")
     args = parser.parse_args()
     torch.manual_seed(0)
     if args.dry:
         dry()
         return
-    context = multiprocessing.get_context("spawn")
+    for keys in (128, 64):
+        for dtype in (BF16, F32):
+            (FOLDER / f"case-{keys}-{str(dtype)[6:]}.pt").unlink(missing_ok=True)
+            stored(keys, dtype)
+    say("cases made")
+    context = multiprocessing.get_context("forkserver")  # a process a task, forked from one that has imported the rest
+    context.set_forkserver_preload(["torch", "triton", "scripts.gpu.prefill_checks"])
     pool = context.Pool(args.workers, maxtasksperchild=1)
-    early = ((128, BF16, True), (128, F32, True), (128, BF16, False), (128, F32, False), (64, BF16, True))
-    late = ((64, F32, True), (64, BF16, False), (64, F32, False))
-    checks = {case: pool.apply_async(warm_check, case) for case in early}
     jobs = [(part, config, pool.apply_async(warm, (part, config))) for part, config in variants()]
-    checks |= {case: pool.apply_async(warm_check, case) for case in late}
-    from scripts.gpu import suspects
-
-    attempt("suspects", lambda: suspects.main(say))
-    attempt("correct", lambda: correct("cuda", checks, 0.45 * args.seconds))
+    cases = [(keys, dtype, bounded) for keys in (128, 64) for dtype in (F32, BF16) for bounded in (True, False)]
+    checks = {case: pool.apply_async(warm_check, case) for case in cases}
     attempt("sweep", lambda: sweep(jobs, args.seconds - 8))
+    attempt("correct", lambda: correct("cuda", checks, args.seconds))
     say("end")
     pool.terminate()
 
