@@ -98,9 +98,12 @@ class Case:
             segment_chunks=segments,
         )  # fmt: skip
         made = call.prepare((q, k, v, g, beta), 0, 2, self.scale)
-        call.scan(made, call.enter(made, 0, 2) if call.plan.fragments else call.state, 0, 2)
+        call.scan(made, v, call.enter(made, v, 0, 2) if call.plan.fragments else call.state, 0, 2)
         o, after = gap(call.out.cpu(), self.o), gap(call.after.cpu(), self.after)
-        gaps = " ".join(f"{n} {gap(t.cpu(), self.made[n]):.1e}" for n, t in zip(NAMES, made, strict=True))
+        gaps = " ".join(
+            f"{n} {gap(t.cpu(), self.made[n]):.1e}"
+            for n, t in list(zip(NAMES, made, strict=True))[2 * config.is_direct :]
+        )
         is_good = max(o, after) < (6e-3 if v.dtype == BF16 else 1e-5)
         say(f"{'ok   ' if is_good else 'WRONG'} {name}: o {o:.1e} states {after:.1e} | {gaps}")
         return is_good
@@ -111,7 +114,10 @@ def fit(config: Config, v: Tensor, q: Tensor) -> Config:
     values, keys = v.shape[-1], q.shape[-1]
     small = min(values, keys)
     return Config(
-        launch._fit(config.prepare, small), launch._fit(config.scan, values), launch._fit(config.fragment, small)
+        launch._fit(config.prepare, small),
+        launch._fit(config.scan, values),
+        launch._fit(config.fragment, small),
+        config.is_direct,
     )
 
 
