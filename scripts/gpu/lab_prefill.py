@@ -104,10 +104,18 @@ def launch_part(part: str, call: prefill.Call, tensors: tuple[Tensor, ...], head
     return partial(call.scan, made, tensors[2], entering, 0, heads)
 
 
+def plainly(work: Callable[..., str], *rest: Any) -> str:
+    """What it raises as an exception that any process can read."""
+    torch.set_num_threads(1)
+    try:
+        return work(*rest)
+    except Exception as error:  # noqa: BLE001
+        raise RuntimeError(f"{type(error).__name__}: {str(error).strip()[-200:]}") from None
+
+
 def warm(part: str, config: Config) -> str:
     """In a process of its own: fill the cache on disk with what the main one will launch. Small, same signatures."""
     begun = time.monotonic()
-    torch.set_num_threads(1)
     for pieces in (1, 4):
         if part == "fragment" and pieces == 1:
             continue
@@ -141,7 +149,6 @@ def stored(keys: int, dtype: torch.dtype) -> Case:
 
 def warm_check(keys: int, dtype: torch.dtype, is_bounded: bool) -> str:
     """The same for `Case.check`."""
-    torch.set_num_threads(1)
     layout = (1, 63, 130, 300, 17), (0, 64, 5, 0, 60), ((3, 128), (2, 59))
     tensors, state = inputs(511, 2, keys, dtype, "cuda"), torch.zeros(5, 2, keys, keys, device="cuda")
     for segments in (None, 2):
@@ -291,9 +298,9 @@ def main() -> None:
     context = multiprocessing.get_context("forkserver")  # a process a task, forked from one that has imported the rest
     context.set_forkserver_preload(["torch", "triton", "scripts.gpu.prefill_checks"])
     pool = context.Pool(args.workers, maxtasksperchild=1)
-    jobs = [(part, config, pool.apply_async(warm, (part, config))) for part, config in variants()]
+    jobs = [(part, config, pool.apply_async(plainly, (warm, part, config))) for part, config in variants()]
     cases = [(keys, dtype, bounded) for keys in (128, 64) for dtype in (F32, BF16) for bounded in (True, False)]
-    checks = {case: pool.apply_async(warm_check, case) for case in cases}
+    checks = {case: pool.apply_async(plainly, (warm_check, *case)) for case in cases}
     attempt("sweep", lambda: sweep(jobs, args.seconds - 8))
     attempt("correct", lambda: correct("cuda", checks, args.seconds))
     say("end")
