@@ -46,8 +46,9 @@ def jobs() -> Iterator[Job]:
     many = [
         Tile(32, 32, 4, 128, 264), Tile(64, 32, 4, 128, 264), Tile(32, 32, 4, 0, 264), Tile(32, 64, 8, 128, 264),
         Tile(128, 32, 4, 96, 264), Tile(32, 128, 16, 0, 132), Tile(32, 32, 4, 128), Tile(128, 32, 4, 0, 264),
-        Tile(32, 32, 4, 128, 528), Tile(64, 32, 4, 96, 264), Tile(32, 32, 4, 128, 132), Tile(32, 32, 2, 0, 264),
-        Tile(64, 64, 8, 128, 264), Tile(32, 16, 4, 96, 264), Tile(32, 128, 16),
+        Tile(32, 32, 4, 128, 528), Tile(64, 32, 4, 96, 264), Tile(32, 32, 4, 128, 132), Tile(32, 32, 4, 128, 0),
+        Tile(64, 64, 8, 128, 264), Tile(32, 16, 4, 96, 264), Tile(32, 128, 16), Tile(32, 128, 16, 0, 0),
+        Tile(32, 128, 32, 0, 0), Tile(32, 64, 8, 128, 0),
     ]  # fmt: skip
     verifies = [
         VerifyTile(64, 4, 168), VerifyTile(64, 4, 168, False), VerifyTile(128, 4, 168), VerifyTile(128, 4, 168, False),
@@ -241,7 +242,7 @@ def timings(good: list[Job], bandwidth: float) -> Iterator[tuple[str, Job, Calla
         for heads, num in step:
             for job in (job for job in good if job.name == "decode"):
                 is_latency = heads * num <= tiles.SMALL
-                if is_latency and job.tile.ahead:  # type: ignore[union-attr]
+                if is_latency and job.tile.ahead > 0:  # type: ignore[union-attr]
                     continue
                 yield f"decode {num} x {heads}", job, lambda h=heads, n=num: bench._decode(h, n, "", bandwidth)
 

@@ -19,17 +19,17 @@ PART = 32
 @dataclass(frozen=True, slots=True)
 class Tile:
     """How decode or fold cuts a head's state [BC, BC]. registers: the most a thread may have; 0: as it compiles.
-    ahead: how many programs further on is the one whose state a program fetches into the L2 cache; 0: none."""
+    ahead: how many programs further on is the one whose state a program fetches into the L2 cache; -1: none."""
 
     part: int
     rows: int
     warps: int
     registers: int = 0
-    ahead: int = 0
+    ahead: int = -1
 
     def constants(self, size: int, *, can_be_ahead: bool = True) -> dict[str, Any]:
         """Constants and options of a launch. No choice of the compiler's which product and sum become one."""
-        shape = {"BC": size, "PART": self.part, "ROWS": self.rows, "AHEAD": self.ahead if can_be_ahead else 0}
+        shape = {"BC": size, "PART": self.part, "ROWS": self.rows, "AHEAD": self.ahead if can_be_ahead else -1}
         return shape | _options(self.warps, self.registers) | {"enable_fp_fusion": False}
 
 
@@ -57,7 +57,7 @@ def decode(size: int, programs: int) -> Tile:
     """
     if size < 128:
         return Tile(min(PART, size), min(32, size), warps(min(32, size), size, 32))
-    return Tile(PART, 128, 16) if programs <= SMALL else Tile(PART, 32, 4, 128, 2 * SMALL)
+    return Tile(PART, 128, 16, 0, 0) if programs <= SMALL else Tile(PART, 32, 4, 128, 2 * SMALL)
 
 
 def fold(size: int) -> Tile:

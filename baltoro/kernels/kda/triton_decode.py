@@ -72,7 +72,7 @@ def decode_kernel(
 ):  # fmt: skip
     """Grid (H, N). BC: the power of two for K and V. The state moves in BC / ROWS chunks, one of them ahead.
     RECORDS: also write what a Window of one token holds, [N, H, *]. AHEAD: fetch the state of the program so many
-    further on into the L2 cache, 0: none; V K must be a multiple of 4."""
+    further on (0: this one) into the L2 cache, -1: none; V K must be a multiple of 4."""
     NP: tl.constexpr = BC // PART
     BT: tl.constexpr = triton.next_power_of_2(TAPS)
     CHUNKS: tl.constexpr = BC // ROWS
@@ -98,6 +98,8 @@ def decode_kernel(
         tl.store(out, tl.zeros([BC], tl.float32).to(out_ptr.dtype.element_ty), mask=has_value)
         return
 
+    if AHEAD == 0:  # the compiler asks for the state only after the convolution, whatever the order here
+        fetch(state_ptr + slot * state_slot + h * (V * K), V * K * 4)
     history = history_ptr + slot * history_slot + channel
     past = ()
     for j in tl.static_range(TAPS - 1):
