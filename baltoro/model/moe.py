@@ -118,8 +118,8 @@ class Experts(nn.Module):
 
     def expect_tiles(self) -> None:
         """Buffers for tiles in the place of the packed ones, without their bytes."""
-        count, _, _ = self.w1_packed.shape
-        self._hold(empty(count, self.width, self.inner, self.w1_packed.device))
+        packed: Tensor = self.get_buffer("w1_packed")
+        self._hold(empty(len(packed), self.width, self.inner, packed.device))
 
     def published(self, name: str) -> Packed:
         """w1, w2 or w3 of packed experts in the published order: a copy if they lie in tiles."""
@@ -129,7 +129,8 @@ class Experts(nn.Module):
     def weights(self) -> AnyExperts:
         """What the expert product takes."""
         if self.is_tiled:
-            return TiledExperts(*(getattr(self, name) for name in TILES), self.width, self.inner)
+            first, first_scale, second, second_scale = (self.get_buffer(name) for name in TILES)
+            return TiledExperts(first, first_scale, second, second_scale, self.width, self.inner)
         return ExpertWeights(w1=self._matrix("w1"), w3=self._matrix("w3"), w2=self._matrix("w2"))
 
     def _hold(self, tiles: TiledExperts) -> None:
