@@ -118,7 +118,7 @@ class Experts(nn.Module):
 
     def expect_tiles(self) -> None:
         """Buffers for tiles in the place of the packed ones, without their bytes."""
-        packed: Tensor = getattr(self, "w1_packed")  # noqa: B009 - a buffer, which mypy takes for any module
+        packed: Tensor = self.get_buffer("w1_packed")
         self._hold(empty(len(packed), self.width, self.inner, packed.device))
 
     def published(self, name: str) -> Packed:
@@ -129,7 +129,7 @@ class Experts(nn.Module):
     def weights(self) -> AnyExperts:
         """What the expert product takes."""
         if self.is_tiled:
-            first, first_scale, second, second_scale = (getattr(self, name) for name in TILES)
+            first, first_scale, second, second_scale = (self.get_buffer(name) for name in TILES)
             return TiledExperts(first, first_scale, second, second_scale, self.width, self.inner)
         return ExpertWeights(w1=self._matrix("w1"), w3=self._matrix("w3"), w2=self._matrix("w2"))
 
@@ -147,9 +147,7 @@ class Experts(nn.Module):
 
     def delta(self, rows: AdapterRows | None) -> ExpertDelta | None:
         """The terms of adapters in this step; None if no row has any here."""
-        if rows is None or not self.lora:
-            return None
-        if rows.shares is None and not any(rows.among(factors.active) for factors in self.lora.values()):
+        if rows is None or not any(rows.among(factors.active) for factors in self.lora.values()):
             return None
         w1, w3, w2 = (self.lora[name] for name in ("w1", "w3", "w2"))
         return ExpertDelta(_for_kernels(w1), _for_kernels(w3), _for_kernels(w2), rows)
