@@ -36,8 +36,8 @@ READ_WARPS = 8
 MAX_SOURCES = 16
 FEW_TOKENS = 64
 """Up to here a row is shared out over programs, in two launches; above, there are programs enough without."""
-SHARE_BLOCK = 256
-"""Channels of a program then: 28 programs a row at K3's width."""
+SHARE_BLOCK = 512
+"""Channels of a program then: 14 programs a row at K3's width. The fewer, the less the second launch has to add up."""
 SHARE_WARPS = 4
 
 
@@ -198,10 +198,10 @@ def _read_shared(
     cut = {"L": num, "D": width, "BLOCK_L": MAX_SOURCES, "BLOCK_D": SHARE_BLOCK, "PDL": is_dependent}
     cut |= {"num_warps": SHARE_WARPS, "HAS_PREFIX": prefix is not None, "HAS_UPDATE": update is not None}
     strides = (bank.stride(0), bank.stride(1))
-    products_kernel[(blocks, tokens)](
-        *rows, query, total, products, dots, *strides, INTERP=bank.device.type == "cpu", **cut
-    )
     launch = {"launch_pdl": True} if is_dependent else {}
+    products_kernel[(blocks, tokens)](
+        *rows, query, total, products, dots, *strides, INTERP=bank.device.type == "cpu", **cut, **launch
+    )
     blend_kernel[(blocks, tokens)](
         *rows, gain, products, dots, out, *strides, *eps,
         BLOCKS=blocks, BLOCK_B=triton.next_power_of_2(blocks), HAS_NORM=gain is not None, **cut, **launch,

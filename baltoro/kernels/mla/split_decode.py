@@ -33,7 +33,6 @@ class Tiles:
     rows      query rows of a program, the columns of both products
     keys      of a tile; 64 is what a warp group takes from shared memory, 32 goes through registers in one of the two
     stages    tiles that are being fetched or multiplied at a time
-    ahead     the shared part of a tile is fetched through registers, so that three tiles of 64 keys fit
     flip      the first product has the query rows on the left
     per_unit  programs that share a processor, by shared memory and registers
     """
@@ -42,7 +41,6 @@ class Tiles:
     keys: int
     stages: int
     warps: int
-    ahead: bool = False
     flip: bool = False
     per_unit: int = 1
 
@@ -57,15 +55,20 @@ def choose_tiles(num_rows: int, itemsize: int, page: int, *, is_large: bool) -> 
     if not is_large or page % 64:  # a tile over several pages needs a page number a key, and registers for them
         return Tiles(16, 32, 3, 4, per_unit=2)  # 93 kB, 158 registers: two programs a processor
     if num_rows <= 32:
-        return Tiles(16, 64, 3, 4, ahead=True)  # 223 kB; one warp group, so that no product is made twice
+        return Tiles(16, 32, 3, 4, per_unit=2)
     return Tiles(64, 32, 4, 8, flip=True)  # 226 kB
 
 
 def num_splits(num_requests: int, num_rows: int, max_keys: int, num_units: int, tiles: Tiles) -> int:
-    """Splits that fill `num_units` processors once, if the keys are enough: a function of shapes alone."""
+    """Splits that fill `num_units` processors once, if the keys are enough: a function of shapes alone.
+
+    No more than share out the tiles of the longest request as evenly: the merge reads less.
+    """
     programs = max(1, num_requests * -(-num_rows // tiles.rows))
     wanted = max(1, num_units * tiles.per_unit // programs)
-    return min(wanted, max(1, max_keys // MIN_KEYS), MAX_SPLITS)
+    wanted = min(wanted, max(1, max_keys // MIN_KEYS), MAX_SPLITS)
+    num_tiles = max(1, -(-max_keys // tiles.keys))
+    return -(-num_tiles // -(-num_tiles // wanted))
 
 
 def attend_absorbed(
@@ -138,13 +141,14 @@ def _launch(
     if not num:
         return parts.view(num, rows, latent), sums.view(num, rows)
     is_dependent = has_dependent_launch(q)
+    launch = {"launch_pdl": True} if is_dependent else {}
     split_kernel[(num, splits, -(-rows // tiles.rows))](
         q, kv, table, lengths, parts, sums, scale / math.log(2.0),
         q.stride(0), q.stride(1), kv.stride(0), table.stride(0), heads, rows, window, splits,
         KV_ROW=kv.stride(1), R=latent, D=shared,
         BLOCK_R=max(16, triton.next_power_of_2(latent)), BLOCK_D=max(16, triton.next_power_of_2(shared)),
-        ROWS=tiles.rows, KEYS=tiles.keys, PAGE=kv.shape[1], STAGES=tiles.stages, AHEAD=tiles.ahead, FLIP=tiles.flip,
-        WRITES_EMPTY=is_alone, PDL=is_dependent, INTERP=q.device.type == "cpu", num_warps=tiles.warps,
+        ROWS=tiles.rows, KEYS=tiles.keys, PAGE=kv.shape[1], STAGES=tiles.stages, FLIP=tiles.flip,
+        WRITES_EMPTY=is_alone, PDL=is_dependent, INTERP=q.device.type == "cpu", num_warps=tiles.warps, **launch,
     )  # fmt: skip
     if is_alone:
         return parts.view(num, rows, latent), sums.view(num, rows)
