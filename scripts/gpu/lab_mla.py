@@ -20,10 +20,11 @@ from typing import TypeVar
 import torch
 
 from baltoro.bench.kernels.timing import Ceilings, ceilings, graph_us
-from scripts.gpu.lab_mla_cases import CASES, Case, Problem
+from scripts.gpu.lab_mla_cases import Case, Problem
+from scripts.gpu.lab_mla_settings import CASES
 
 T = TypeVar("T")
-AT_ONCE = 3
+AT_ONCE = 4
 """Settings of a case that one worker checks, one after the other."""
 MOST = max(len(case.settings) for case in CASES)
 
@@ -38,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     numbers = [n for n, case in enumerate(CASES) if args.only in case.name]
     found, failed = Ceilings(1e12, 1e12), {}
     if not args.dry:
-        failed = warm(numbers, end - args.seconds / 2)
+        failed = warm(numbers, end - args.seconds * 0.42)
         say(f"compiled after {args.seconds - end + time.monotonic():.0f} s")
         found = ceilings()
         say(f"copy {found.bytes_per_s / 1e12:.2f} TB/s, bf16 product {found.flops_per_s / 1e12:.0f} TFLOP/s")
