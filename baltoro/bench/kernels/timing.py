@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import statistics
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -45,6 +46,14 @@ class Figure:
     @property
     def over_floor(self) -> float:
         return self.time_us / self.floor_us
+
+
+def add_peer(peers: dict[str, float], name: str, measure: Callable[[], float]) -> None:
+    """`measure()` under `name`, in microseconds; a peer that cannot run here says why and leaves no figure."""
+    try:
+        peers[name] = measure()
+    except Exception as error:  # noqa: BLE001 - other people's code, built for other machines
+        warnings.warn(f"{name} did not run: {type(error).__name__}: {str(error)[:300]}", stacklevel=2)
 
 
 def graph_us(launch: Callable[[], object], *, samples: int = 15, inner: int = 10) -> float:
