@@ -64,12 +64,10 @@ def main() -> None:
     made = answers(args.model, args.device, args.dtype, asked, args.tokens, args.graphs)
     exact = load_model(args.model, dtype=torch.float32)
     each = [gaps(exact, *one) for one in made]
-    for talk, (prompt, answer), gap in zip(asked, made, each, strict=True):
+    for talk, (_, answer), gap in zip(asked, made, each, strict=True):
         if float(gap.max()) > MARGIN:
             at = int(gap.argmax())
-            print(
-                f"{talk[-1]['content'][:60]!r}: token {at} of {len(answer)}, {answer[at]}, is {float(gap[at]):.3f} below"
-            )
+            print(f"{talk[-1]['content'][:60]!r}: token {at} of {len(answer)} is {float(gap[at]):.3f} below")
     found = torch.cat(each)
     beyond = found[found > 0].sort(descending=True).values
     print(f"{args.device} {args.dtype}: {len(found)} tokens of {len(made)} answers; {len(beyond)} are not the best of")
