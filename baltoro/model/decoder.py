@@ -54,7 +54,7 @@ class Decoder(nn.Module):
         stream = Stream(embeddings)
         for layer in self.layers[: self.num_layers]:
             stream = layer(stream, ctx)
-        return self.leave(stream, ctx)
+        return self.leave(stream.settled(), ctx)
 
     def leave(self, stream: Stream, ctx: ForwardContext) -> Tensor:
         """[T, D]: what the last layer's stream hands to the final norm."""

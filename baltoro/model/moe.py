@@ -10,19 +10,20 @@ Source: spec/k3.md 3.7, 5.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from baltoro.kernels.lora.experts import ExpertDelta, ExpertFactors
 from baltoro.kernels.lora.rows import AdapterRows
 from baltoro.kernels.moe.permute import empty, fits_bf16, permute_experts, published
 from baltoro.kernels.moe.products import AnyExperts, ExpertWeights, Packed, TiledExperts
 from baltoro.kernels.precision import acc_dtype, wide_linear
+from baltoro.model import aside
 from baltoro.model.config import K3Config
 from baltoro.model.context import ForwardContext
-from baltoro.model.linear import Factors, Linear, RMSNorm
+from baltoro.model.linear import Factors, Linear, RMSNorm, product
 from baltoro.model.merged import add_loras, merge_rows
 from baltoro.model.mlp import MLP, activation_of
 
@@ -147,7 +148,9 @@ class Experts(nn.Module):
 
     def delta(self, rows: AdapterRows | None) -> ExpertDelta | None:
         """The terms of adapters in this step; None if no row has any here."""
-        if rows is None or not any(rows.among(factors.active) for factors in self.lora.values()):
+        if rows is None or not self.lora:
+            return None
+        if rows.shares is None and not any(rows.among(factors.active) for factors in self.lora.values()):
             return None
         w1, w3, w2 = (self.lora[name] for name in ("w1", "w3", "w2"))
         return ExpertDelta(_for_kernels(w1), _for_kernels(w3), _for_kernels(w2), rows)
@@ -174,6 +177,7 @@ class MoE(nn.Module):
             if self.has_norm:
                 self.routed_expert_norm = RMSNorm(width, config.rms_norm_eps, dtype=dtype, device=device)
             self.routed_expert_up_proj = Linear(width, hidden, dtype=dtype, device=device)
+        self.is_forked = True
         self.has_shared = config.num_shared_experts > 0
         if self.has_shared:
             intermediate = config.num_shared_experts * config.expert_intermediate_size
@@ -186,13 +190,15 @@ class MoE(nn.Module):
 
     def forward(self, x: Tensor, ctx: ForwardContext) -> Tensor:
         rows = ctx.adapter_rows
-        logits, z, shared = self._project(x, ctx)
+        logits, z, branch = self._project(x, ctx)
+        # beside the routed experts, which wait for the choice and are bound by bytes
+        shared = None if branch is None else aside.start(branch, x.device) if self.is_forked else branch
         ids, weights = self.gate.choose(logits, ctx)
         delta, options = self.experts.delta(rows), {}
-        product = ctx.kernels.expert_product
+        routed = ctx.kernels.expert_product
         if delta is not None:
-            product, options = ctx.kernels.expert_product_lora, {"delta": delta}
-        y = product(
+            routed, options = ctx.kernels.expert_product_lora, {"delta": delta}
+        y = routed(
             z,
             ids,
             weights,
@@ -204,7 +210,7 @@ class MoE(nn.Module):
         )
         if self.has_latent:
             y = self._raise(y, ctx)
-        return y if shared is None else y + shared
+        return y if shared is None else y + shared()
 
     @property
     def _readers(self) -> list[Linear | Router]:
@@ -225,22 +231,22 @@ class MoE(nn.Module):
         raised: Tensor = up(self.routed_expert_norm(y) if self.has_norm else y, ctx.adapter_rows)
         return raised
 
-    def _project(self, x: Tensor, ctx: ForwardContext) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Router logits, the routed experts' input, the shared experts' output (None without any)."""
+    def _project(self, x: Tensor, ctx: ForwardContext) -> tuple[Tensor, Tensor, Callable[[], Tensor] | None]:
+        """Router logits, the routed experts' input, what makes the shared experts' output (None without any)."""
         rows = ctx.adapter_rows
         if self._merged is None:
             z = self.routed_expert_down_proj(x, rows) if self.has_latent else x
-            return self.gate(x), z, self.shared_experts(x, rows) if self.has_shared else None
+            return self.gate(x), z, partial(self.shared_experts, x, rows) if self.has_shared else None
         readers = self._readers
         sizes = [reader.weight.shape[0] for reader in readers]
         if acc_dtype(x.dtype) == x.dtype:
-            merged = add_loras(F.linear(x, self._merged), readers, x, rows)
+            merged = add_loras(product(x, self._merged), readers, x, rows)
             logits, *parts = torch.split(merged, sizes, dim=-1)
         else:
             logits, rest = ctx.kernels.router_linear(x, self._merged, sizes[0])
             parts = list(torch.split(add_loras(rest, readers[1:], x, rows), sizes[1:], dim=-1))
         z = parts.pop(0) if self.has_latent else x
-        return logits, z, self.shared_experts.finish(parts[0], parts[1], rows) if self.has_shared else None
+        return logits, z, partial(self.shared_experts.finish, parts[0], parts[1], rows) if self.has_shared else None
 
 
 def _for_kernels(factors: Factors) -> ExpertFactors:
