@@ -18,10 +18,10 @@ run="${RUN:-runs/rl-tiny}"
 python="${PYTHON:-python3}"
 recipe="${RECIPE:-recipes/rl-tiny.toml}"
 mkdir -p "$out"
-export PYTHONUNBUFFERED=1 TRITON_CACHE_DIR="${TRITON_CACHE_DIR:-/tmp/triton-rl}" OMP_NUM_THREADS="${OMP_NUM_THREADS:-2}"
+export PYTHONUNBUFFERED=1 TRITON_CACHE_DIR="${TRITON_CACHE_DIR:-/tmp/triton-lab}" OMP_NUM_THREADS="${OMP_NUM_THREADS:-2}"
 if [ -d .whl ] && [ -z "${NO_WHEELS:-}" ]; then
   python3 -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --upgrade --target /tmp/site-rl \
-    .whl/*.whl $(ls .whl3/*.whl 2> /dev/null)
+    $(ls .whl/*.whl .whl2/llguidance*.whl .whl3/*.whl 2> /dev/null | grep -v -e fla_core -e flash_linear) # tunes for long
   export PYTHONPATH="/tmp/site-rl:.:.whl3/stubs" # stubs of packages that families of reasoning-gym import and do not need
 else
   export PYTHONPATH="${PYTHONPATH:-.}"
