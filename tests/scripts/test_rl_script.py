@@ -43,16 +43,20 @@ def test_seeds_go_round_the_devices_and_the_best_adapter_comes_home(tmp_path: Pa
         **os.environ, "OUT": str(tmp_path / "out"), "RUN": str(tmp_path / "rl"), "PYTHON": str(stub), "NO_WHEELS": "1",
         "GPUS": "2", "RL_ARGS": "--set optim.lr=1e-3", "MARGIN": "10", "PYTHONPATH": str(ROOT),
     }  # fmt: skip
-    command = ["bash", "scripts/gpu/rl_tiny.sh", "100", "3", "7", "9"]
+    command = ["bash", "scripts/gpu/rl_tiny.sh", "100", "3", "7", "9", "7:optim.lr=1e-4,rollout.groups=32"]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 1, "one of the seeds died, and that is told"
     calls = {seed: json.loads((tmp_path / f"rl-{seed}" / "called.json").read_text()) for seed in (3, 7, 9)}
     assert [device for _, device in calls.values()] == ["0", "1", "0"]
+    other, device = json.loads((tmp_path / "rl-7-optim.lr-1e-4-rollout.groups-32" / "called.json").read_text())
+    assert device == "1" and other[6:10] == ["--set", "optim.lr=1e-4", "--set", "rollout.groups=32"]
     arguments = calls[7][0]
     assert 80 <= int(arguments[arguments.index("--stop-after") + 1]) <= 90
     assert "--resume" in arguments and arguments[-1] == "optim.lr=1e-3"
     found = json.loads((tmp_path / "out" / "rl-tiny.json").read_text())
-    assert sorted(found["runs"]) == ["rl-3", "rl-7"] and "| rl-7 |" in done.stdout
+    assert (
+        sorted(found["runs"]) == ["rl-3", "rl-7", "rl-7-optim.lr-1e-4-rollout.groups-32"] and "| rl-7 |" in done.stdout
+    )
     with tarfile.open(tmp_path / "out" / "adapter.tar.gz") as best:
         member = best.extractfile("adapter/adapter_config.json")
         assert member is not None and member.read() == b"7"
