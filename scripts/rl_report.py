@@ -81,17 +81,19 @@ def of_run(lines: Sequence[Line]) -> dict[str, Any]:
         found[kind] = {"first": first[kind], "last": last[kind], "gain": last[kind] - first[kind]}
     found["half_widths"] = [first["half_width"], last["half_width"]]
     found["curve"] = [{"step": step, **{kind: one[kind] for kind in KINDS}} for step, one in known]
-    kl = values(steps, "k3")
+    kl = values(steps, "k3") or [0.0]
     found["k3"] = {"max": max(kl), "first_third": median(kl[:third]), "last_third": median(kl[-third:])}
-    found["max_dlogp"] = max(values(steps, "max_dlogp"))
+    found["max_dlogp"] = max(values(steps, "max_dlogp"), default=0.0)
     found["adapter_norm"] = values(steps, "adapter_norm")[-1]
     shares = [line["publish_s"] / line["step_s"] for line in steps if "publish_s" in line]
     found["sync"] = {
-        "bytes": int(values(steps, "sync", "num_bytes")[-1]),
-        "ms": 1000 * median(values(steps, "publish_s")),
-        "share": median(shares),
+        "bytes": int(max(values(steps, "sync", "num_bytes"), default=0)),
+        "ms": 1000 * median(values(steps, "publish_s") or [0.0]),
+        "share": median(shares or [0.0]),
     }
-    found["step_s"] = {key: median(values(steps, key)) for key in ("step_s", "rollout_s", "train_s", "publish_s")}
+    found["step_s"] = {
+        key: median(values(steps, key) or [0.0]) for key in ("step_s", "rollout_s", "train_s", "publish_s")
+    }
     found["seconds"] = sum(values(lines, "step_s")) + sum(values(lines, "eval_s"))
     found["rollout_tokens_a_second"] = sum(values(steps, "rollout_tokens")) / sum(values(steps, "rollout_s"))
     found["memory"] = next((line["memory"] for line in reversed(steps) if "memory" in line), None)
@@ -140,7 +142,7 @@ def draw(runs: Runs, path: Path) -> None:
     axes = figure.subplots(2, 2).flatten()
     for axis, kind in zip(axes, KINDS, strict=False):
         _curves(axis, runs, kind)
-        axis.set(title=f"held-out tasks right, {kind}", xlabel="step", ylabel="%")
+        axis.set(title=f"held-out tasks right, {kind}", xlabel="step", ylabel="%", ylim=(0, 100))
     drift, cost = axes[2], axes[3]
     beside = drift.twinx()
     for name, lines in runs.items():
@@ -153,7 +155,7 @@ def draw(runs: Runs, path: Path) -> None:
         if rest:
             cost.plot(*zip(*rest, strict=True), "s", label=f"trainer's rest, % of the base, {name}")
     drift.set(title="engine against trainer: k3 (lines), norm of B (dashes)", yscale="log", xlabel="step")
-    cost.set(title="sync, % of a step; memory of the trainer beside its own, % of the base", xlabel="step")
+    cost.set(title="sync, % of a step; memory beside the trainer's own, % of the base", xlabel="step")
     for axis in axes:
         axis.legend(fontsize="small")
     path.parent.mkdir(parents=True, exist_ok=True)

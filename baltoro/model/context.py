@@ -161,7 +161,9 @@ class ForwardContext:
         device = self.tokens.device
         if not self.fixed_slots:
             return AdapterRows.build(self.adapters[first:last], lengths, device)
-        each = torch.tensor(self.adapters[first:last], dtype=torch.int64).repeat_interleave(torch.tensor(lengths))
+        each = torch.tensor(self.adapters[first:last], dtype=torch.int64).repeat_interleave(
+            torch.tensor(lengths, dtype=torch.int64)
+        )
         return AdapterRows.fixed(each.to(device), self.fixed_slots) if len(each) else None
 
     @cached_property

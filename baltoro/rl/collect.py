@@ -147,9 +147,9 @@ class Collector:
 
     # ---- out -----------------------------------------------------------------------------------------------------
     def _begin(self, number: int, drawn: Drawn, group_size: int) -> list[Trajectory]:
-        made = []
+        made: list[Trajectory] = []
         for index in range(group_size):
-            attempt = Attempt(drawn, self._talk)
+            attempt = Attempt(drawn, self._talk, made[0].prompt if made else None)
             fresh = Trajectory(
                 task=drawn.task.id, group=number, index=index, prompt=attempt.prompt, effort=drawn.effort
             )

@@ -73,8 +73,9 @@ def evaluate(
         raise InvariantError("there is no held-out task: nothing would be evaluated")
     ones = []
     for number, drawn in enumerate(tasks):
+        prompt = talk.prompt(drawn)
         for index in (GREEDY, *range(draws)):
-            attempt = Attempt(drawn, talk)
+            attempt = Attempt(drawn, talk, prompt)
             ones.append(_One(attempt, (number, index), attempt.prompt, max_tokens))
     try:
         _run(policy, ones, seed=seed, most=most, others=[] if others is None else others)

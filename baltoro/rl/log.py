@@ -112,6 +112,7 @@ def rollout_line(samples: StepSamples, round_: RoundRecord | None) -> dict[str, 
         "staleness_mean": fmean(stale) if stale else None,
         "staleness_max": max(stale, default=None),
         "versions_max": max(samples.num_versions, default=None),
+        "entropy": samples.entropy,
         "by_effort": {k: {"score": s, "length": t, "count": n} for k, (s, t, n) in samples.by_effort.items()},
     }
     if round_ is not None:

@@ -250,6 +250,8 @@ def _process(config: RLConfig, options: EngineConfig, tokenizer: Tokenizer, adap
             expected=expected(adapter, K3Config.load(config.model)),
             running="carry" if config.partial.resume == "carry" else "keep",
             must_change=config.optim.lr > 0.0,
+            is_base_shared=config.engine.shares_base,
+            call_s=60.0 if options.device == "cpu" else 300.0,  # a first step compiles kernels
         ),
     )
     return policy, policy.trainer_model()

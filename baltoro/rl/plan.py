@@ -62,7 +62,7 @@ def make_plan(config: RLConfig, model: K3Config, engine: EngineConfig) -> Plan:
     pool = engine.memory_bytes
     return Plan(
         base_bytes=measure(model).file_bytes,
-        num_bases=1 if config.engine.place == "process" else 2,
+        num_bases=1 if config.engine.place == "process" and config.engine.shares_base else 2,
         adapter_bytes=parameters * dtype_bytes,
         adapter_parameters=parameters,
         slot_bytes=slots * dtype_bytes * engine.max_loras,

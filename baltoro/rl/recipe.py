@@ -73,11 +73,13 @@ class PlaceConfig:
 
     place     process: a process of its own, on the base that both map; inline: in this one (small runs and tests)
     sleeps    give the engine's pool back while the trainer works
+    shares_base   with place process: one base for both; off, each loads its own (machines without CUDA IPC)
     options   fields of engine.config.EngineConfig
     """
 
     place: Literal["process", "inline"] = "process"
     sleeps: bool = False
+    shares_base: bool = True
     options: dict[str, Any] = field(default_factory=dict)
 
 

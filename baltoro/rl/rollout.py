@@ -59,9 +59,10 @@ class Attempt:
     """One attempt under way. Single writer: the collector; `step` and `judge` may run in a thread of their own, one at
     a time."""
 
-    def __init__(self, drawn: Drawn, talk: Talk) -> None:
+    def __init__(self, drawn: Drawn, talk: Talk, prompt: tuple[int, ...] | None = None) -> None:
+        """`prompt`: of the task, where another attempt on it has rendered it already."""
         self.drawn, self._talk = drawn, talk
-        self.prompt = talk.prompt(drawn)
+        self.prompt = talk.prompt(drawn) if prompt is None else prompt
         self._env: Env | None = None
         self._turn: list[int] = []
         self._num_calls = 0

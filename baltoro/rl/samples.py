@@ -44,6 +44,12 @@ class StepSamples:
     by_effort: dict[str, tuple[float, float, int]]
 
     @property
+    def entropy(self) -> float | None:
+        """Of a token, in nats: the mean of -logprob over what was sampled. Next to none: the policy has settled."""
+        found = [p for s in self.samples for p, is_counted in zip(s.logprobs, s.is_counted, strict=True) if is_counted]
+        return -fmean(found) if found else None
+
+    @property
     def zero_std(self) -> float:
         """Share of groups whose members' rewards are all equal."""
         total = sum(self.kinds.values())

@@ -2,8 +2,8 @@
 
 In: a frozen model with an AdapterBank, samples of a step. Out: the adapter moved in place, and a record for the log.
 Invariants: denominators are the whole step's and known before the first backward, so gradients are the same, up to
-rounding, for every split into micro-batches; only rows that count get logits; a step that counts no token changes
-nothing and says so; the base is never written and has no gradients.
+rounding, for every split into micro-batches; only rows that count get logits; a step that counts no token, or has no
+gradient, changes nothing and says so; the base is never written and has no gradients.
 A bfloat16 bank has float32 masters here; otherwise bank and masters are the same tensors.
 Source: spec/training.md A.2, A.5 (initial factors), A.8 (probes), C.1.
 """
@@ -171,7 +171,7 @@ class PolicyTrainer:
             raise InvariantError(f"the gradient's norm is {float(norm)}: the step was not taken")
         num_grads = sum(size > 0.0 for size in sizes)
         before = self.masters[probed].detach().clone()
-        lr = self._update()
+        lr = self._update() if num_grads else self._skip()
         return PolicyRecord(
             loss=sum(part.loss for part in parts),
             tokens=of_step.tokens,
@@ -220,6 +220,11 @@ class PolicyTrainer:
         sizes = [zero if m.grad is None else m.grad.abs().amax() for m in self.masters]
         found: list[float] = torch.stack(sizes).tolist()
         return found
+
+    def _skip(self) -> float:
+        """All advantages were 0: AdamW's momentum would go on moving a policy about which nothing was learnt."""
+        self.adam.zero_grad(set_to_none=True)
+        return 0.0
 
     def _update(self) -> float:
         lr = self.optim.lr * min(1.0, (self.steps + 1) / max(1, self.optim.warmup_steps))

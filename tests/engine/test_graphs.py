@@ -72,14 +72,15 @@ def test_graphs_give_the_tokens_of_eager_steps(options: dict[str, Any]) -> None:
 def test_steps_with_adapters_are_replayed_too(overlap: bool) -> None:
     """Base and two adapters in one batch, ranks of their own, experts or not; then a new version of one of them in the
     slot of the old, without another capture."""
-    eager, graphed = (adapted_engine(overlap=overlap) for _ in range(2))
+    eager, fixed, graphed = (adapted_engine(overlap=overlap) for _ in range(3))
     backend = FakeBackend()
-    graphed.runner.fixed_slots = 2
+    fixed.runner.fixed_slots = graphed.runner.fixed_slots = 2
     graphed.runner.capture(4, 20, backend)
     for version in range(2):
-        for engine in (eager, graphed):
+        for engine in (eager, fixed, graphed):
             engine.load_adapter("a", random_adapter(engine.model_config, 2, seed=version, std=0.3, dtype=torch.float64))
-        assert answers_of_adapters(graphed) == answers_of_adapters(eager)
+        expected = answers_of_adapters(eager)
+        assert answers_of_adapters(fixed) == answers_of_adapters(graphed) == expected
     assert answers_of_adapters(eager) != answers(adapted_engine(overlap=overlap))
     assert backend.replays > 20
 

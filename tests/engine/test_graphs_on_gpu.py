@@ -10,7 +10,8 @@ import torch
 from baltoro.engine.config import EngineConfig
 from baltoro.engine.engine import Engine
 from baltoro.model.build import new_model
-from tests.engine.test_graphs import answers
+from tests.engine.test_graphs import answers, answers_of_adapters
+from tests.model.adapters import random_adapter
 from tests.tiny import tiny_k3
 
 pytestmark = pytest.mark.gpu
@@ -27,3 +28,17 @@ def make_engine(**options: Any) -> Engine:
 def test_tokens_are_equal(is_overlapped: bool) -> None:
     expected = answers(make_engine(overlap=is_overlapped))
     assert answers(make_engine(overlap=is_overlapped, graph_batch=8)) == expected
+
+
+@pytest.mark.parametrize("is_overlapped", [False, True])
+def test_adapters_are_captured_too(is_overlapped: bool) -> None:
+    """Base and two adapters in one batch, then a new version of one of them in its slot."""
+    options = {"overlap": is_overlapped, "max_loras": 2, "max_lora_rank": 3}
+    eager, graphed = make_engine(**options), make_engine(graph_batch=8, **options)
+    eager.runner.fixed_slots = 0
+    assert graphed.runner.fixed_slots == 2 and graphed.runner.graphs is not None
+    for version in range(2):
+        for engine in (eager, graphed):
+            for name, seed, rank in (("a", version, 2), ("b", 9, 3)):
+                engine.load_adapter(name, random_adapter(engine.model_config, rank, seed=seed, std=0.2))
+        assert answers_of_adapters(graphed) == answers_of_adapters(eager)

@@ -88,6 +88,17 @@ def test_a_step_that_counts_nothing_changes_nothing() -> None:
     assert trainer.steps == 0 and trainer.norm == 0.0
 
 
+def test_a_step_without_a_gradient_moves_nothing_by_its_momentum() -> None:
+    """Groups of equal rewards alone: what AdamW remembers of steps before does not go on."""
+    trainer = make_trainer()
+    for _ in range(2):
+        trainer.step(make_samples(trainer))
+    before = [p.detach().clone() for p in trainer.factors]
+    record = trainer.step([replace(sample, advantage=0.0) for sample in make_samples(trainer)])
+    assert record is not None and (record.num_grads, record.lr, record.probe) == (0, 0.0, 0.0)
+    assert all(torch.equal(a, b) for a, b in zip(before, trainer.factors, strict=True))
+
+
 def test_the_gradient_of_a_step_is_that_of_the_formula() -> None:
     """At ratio 1 GRPO's gradient is that of -A logp, averaged by trajectory: one token, one factor, by differences."""
     trainer = make_trainer(optim=FactorOptim(lr=0.0, max_grad_norm=None))

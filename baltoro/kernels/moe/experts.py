@@ -158,7 +158,7 @@ def everywhere(
     w1, w3, w2 = (_all(weight, z.dtype) for weight in (experts.w1, experts.w3, experts.w2))
     rows = (mxfp8.fake(z) if fake_activations else z).expand(len(w1), *z.shape)
     gate, up = torch.bmm(rows, w1.mT), torch.bmm(rows, w3.mT)  # [E, T, F]
-    tokens = torch.arange(len(z), device=z.device).repeat_interleave(ids.shape[1])
+    tokens = torch.arange(ids.numel(), device=z.device) // ids.shape[1]
     pairs = ids.flatten(), tokens
     if delta is not None:  # of the pairs that were picked; others are thrown away below
         picked = delta.add_first(gate[pairs], up[pairs], z, tokens, ids.flatten())
