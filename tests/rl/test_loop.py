@@ -6,7 +6,7 @@ import json
 import signal
 import subprocess
 import sys
-import time
+from contextlib import suppress
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -223,7 +223,8 @@ def test_a_killed_run_goes_on_with_the_same_tokens_and_losses(tiny_folder: Path,
     with verb(file, cut) as running:
         while num_lines(cut) < 4:  # step 3 is in the log, and in no checkpoint
             assert running.poll() is None
-            time.sleep(0.01)
+            with suppress(subprocess.TimeoutExpired):
+                running.wait(0.01)
         running.kill()
     assert running.returncode == -signal.SIGKILL
     saved = load(cut / "checkpoints" / "step-00000002.pt", load_config(RLConfig, file)).pending.book.trajectories
