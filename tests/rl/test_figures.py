@@ -103,9 +103,7 @@ def test_figures_of_a_run_are_those_of_its_lines() -> None:
     for step in range(1, 11):
         more = {"sync": {"num_bytes": 8, "seconds": 0.5}, "canary": {"ratio": 9.0}}
         figures = {"k3": step * 1e-12, "max_dlogp": 1e-5, "adapter_norm": step, "reward": 0.1, "failed": 0}
-        lines.append(
-            {"step": step, "sync": sync, "rollout_s": 1.0, "train_s": 0.5, "canary": {"ratio": 9.0}, **figures}
-        )
+        lines.append({"step": step, "rollout_s": 1.0, "train_s": 0.5, **more, **figures})
     lines[-1]["eval"] = {"sampled": 0.7, "half_width": 0.1, "greedy": 0.6}
     found = run_figures.figures(lines)
     assert found["sampled_gain"] == pytest.approx(0.3) and found["sync_share"] == 0.25 and found["steps"] == 10
