@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from baltoro.rl.recipe import RLConfig
 
 ROWS = 12  # of the live table
-COLUMNS = ["step", "reward", "eval", "greedy", "k3", "dlogp", "|B|", "len", "old", "same", "clip", "canary", "s"]
+COLUMNS = ["step", "reward", "eval", "greedy", "k3", "dlogp", "norm", "len", "old", "same", "clip", "canary", "s"]
 
 
 def rl(

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 
+from baltoro.chat.messages import EFFORTS
 from baltoro.engine.config import EngineConfig
 from baltoro.engine.planner import resolve_dtype
 from baltoro.errors import ConfigError
@@ -18,6 +19,7 @@ from baltoro.model.config import K3Config
 from baltoro.model.sizes import measure
 from baltoro.rl.config import Choice, resolved
 from baltoro.rl.recipe import RLConfig
+from baltoro.rl.tasks import GYM, make_family
 from baltoro.trainer.policy_step import wants_site
 
 SAVED_ROWS = 40  # activations of about so many widths are kept a layer and token: KDA, MLA, MLP and norms; an estimate
@@ -88,6 +90,16 @@ def refuse(config: RLConfig, model: K3Config, engine: EngineConfig) -> None:
     need(
         budget < rows,
         f"partial.max_tokens {budget} and a prompt do not fit into optim.micro_tokens {rows}: raise the latter",
+    )
+    for one in config.tasks:
+        if not one.family.startswith(GYM):  # which needs its extra, and judges, to be made
+            make_family(one)
+    unknown = sorted(set(config.rollout.efforts) - set(EFFORTS))
+    need(not unknown, f"rollout.efforts {unknown} are not known; use some of {', '.join(EFFORTS)}")
+    buffer = config.shaping.overlong_buffer
+    need(
+        buffer is None or buffer < budget,
+        f"shaping.overlong_buffer {buffer} must be below partial.max_tokens {budget}, or every answer is too long",
     )
     limit = model.max_position_embeddings
     need(budget < limit, f"partial.max_tokens {budget} is over what the model was made for, {limit}")

@@ -32,12 +32,12 @@ OVERRIDES = (
     "engine.sleeps=true",
     "engine.options.is_poisoned=true",  # every byte is written, so that what sleep gives back can be seen
     "threads=1",
-    "rollout.groups=4",
-    "rollout.group_size=4",
-    "partial.max_tokens=32",
+    "rollout.groups=2",
+    "rollout.group_size=2",
+    "partial.max_tokens=16",
     "optim.micro_tokens=256",
     "eval.every_steps=1000",
-    "eval.tasks=4",
+    "eval.tasks=1",
     "eval.draws=1",
     "save.plot_every_steps=0",
 )

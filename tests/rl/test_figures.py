@@ -12,7 +12,7 @@ import torch
 
 from baltoro.rl.parts import open_parts
 from baltoro.trainer.ratio import Drift
-from scripts.rl import long_tail, result, soak, split
+from scripts.rl import long_tail, result, run_figures, soak, split
 from tests.rl.runs import Brief, recipe
 
 INLINE = {"max_running": 8, "memory_bytes": 1 << 23}
@@ -96,6 +96,18 @@ def test_a_difference_is_found_where_it_was_put(tiny_folder: Path, monkeypatch: 
     assert found["weights"] == 1
     same, moved = found["decode, prefill"], found["prefill, forward"]
     assert isinstance(same, Drift) and isinstance(moved, Drift) and moved.k3 > 1e3 * same.k3
+
+
+def test_figures_of_a_run_are_those_of_its_lines() -> None:
+    lines: list[dict[str, Any]] = [{"step": 0, "eval": {"sampled": 0.4, "half_width": 0.1, "greedy": 0.5}}]
+    for step in range(1, 11):
+        more = {"sync": {"num_bytes": 8, "seconds": 0.5}, "canary": {"ratio": 9.0}}
+        figures = {"k3": step * 1e-12, "max_dlogp": 1e-5, "adapter_norm": step, "reward": 0.1, "failed": 0}
+        lines.append({"step": step, "rollout_s": 1.0, "train_s": 0.5, **more, **figures})
+    lines[-1]["eval"] = {"sampled": 0.7, "half_width": 0.1, "greedy": 0.6}
+    found = run_figures.figures(lines)
+    assert found["sampled_gain"] == pytest.approx(0.3) and found["sync_share"] == 0.25 and found["steps"] == 10
+    assert found["k3_max"] == 1e-11 and found["k3_first_fifth"] == pytest.approx(1.5e-12) and found["step_s"] == 1.5
 
 
 def test_a_section_leaves_the_others(tmp_path: Path) -> None:

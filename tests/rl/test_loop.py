@@ -6,7 +6,7 @@ import json
 import signal
 import subprocess
 import sys
-import time
+from contextlib import suppress
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -126,6 +126,19 @@ def test_an_effort_budget_is_measured_first_and_costs_who_is_over_it(tiny_folder
         assert [line[key] for line in again] == [line[key] for line in lines[1:]], "a replay has the budgets of the run"
 
 
+def test_a_step_in_which_nothing_counts_is_skipped_and_said(tiny_folder: Path, tmp_path: Path) -> None:
+    family = Brief(failures=tuple(f"train {number}" for number in range(7)))
+    parts = open_parts(recipe(tiny_folder, steps=2), families=[family])
+    try:
+        run(parts, tmp_path)
+    finally:
+        parts.close()
+    lines = read_log(tmp_path)[1:]
+    assert [line["skipped"] for line in lines] == [True, True] and {line["version"] for line in lines} == {3}
+    assert all(line["reasons"] == {"failed": 8} and line["score"] is None for line in lines)
+    assert all(line["adapter_norm"] == 0.0 and "sync" not in line for line in lines)
+
+
 @pytest.mark.slow
 def test_a_few_steps_raise_the_reward(tiny_folder: Path, tmp_path: Path) -> None:
     lines = go(tiny_folder, tmp_path, **LEARNING)
@@ -237,7 +250,8 @@ def test_a_killed_run_goes_on_with_the_same_tokens_and_losses(tiny_folder: Path,
     with verb(file, cut) as running:
         while num_lines(cut) < 4:  # step 3 is in the log, and in no checkpoint
             assert running.poll() is None
-            time.sleep(0.01)
+            with suppress(subprocess.TimeoutExpired):
+                running.wait(0.01)
         running.kill()
     assert running.returncode == -signal.SIGKILL
     saved = load(cut / "checkpoints" / "step-00000002.pt", load_config(RLConfig, file)).pending.book.trajectories

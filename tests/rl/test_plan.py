@@ -49,6 +49,10 @@ def test_bytes_of_a_publication_are_those_that_are_sent() -> None:
         ({"partial": {"max_tokens": 4096}, "optim": {"micro_tokens": 9000}}, "max_tokens 4096"),
         ({"rollout": {"judge_threads": 2}}, "is_deterministic"),
         ({"shaping": {"tau": 2.0}, "rollout": {"pool": 4}}, "shaping.counted"),
+        ({"shaping": {"overlong_buffer": 12}}, "overlong_buffer 12"),
+        ({"rollout": {"thinking": True, "efforts": ["hihg"]}}, "rollout.efforts"),
+        ({"tasks": [{"family": "arithmetics"}]}, "tasks.family"),
+        ({"tasks": [{"family": "arithmetic", "options": {"lo": 3}}]}, "tasks.options.lo"),
     ],
 )
 def test_what_cannot_work_is_refused_with_its_key(changes: dict[str, Any], key: str) -> None:
@@ -68,6 +72,18 @@ def test_what_cannot_work_is_refused_with_its_key(changes: dict[str, Any], key: 
         ({"tau_stages": [{"until": 0.5, "tau": 2.0}]}, "rollout.pool"),
         ({"steps": 0}, "steps"),
         ({"tasks": []}, "tasks"),
+        ({"tasks": [{"family": "arithmetic", "share": 0.0}]}, "tasks.share"),
+        ({"rollout": {"groups": 0}}, "rollout.groups"),
+        ({"rollout": {"retries": -1}}, "rollout.retries"),
+        ({"rollout": {"pool": 0}}, "rollout.pool"),
+        ({"adapter": {"rank": 0}}, "adapter.rank"),
+        ({"optim": {"micro_tokens": 1}}, "optim.micro_tokens"),
+        ({"optim": {"lr": -1.0}}, "optim.lr"),
+        ({"optim": {"betas": [0.9]}}, "optim.betas"),
+        ({"eval": {"tasks": 0}}, "eval.tasks"),
+        ({"save": {"keep": 0}}, "save.keep"),
+        ({"rollout": {"pool": 2}, "tau_stages": [{"until": 0.5, "tau": 2.0}]}, "tau_stages.until"),
+        ({"rollout": {"pool": 2}, "tau_stages": [{"until": 1.0, "tau": 0.0}]}, "tau_stages.tau"),
     ],
 )
 def test_a_recipe_that_cannot_be_meant_is_refused(changes: dict[str, Any], key: str) -> None:
