@@ -311,6 +311,7 @@ def load_engine(
         model.unpack_experts()
     elif expert_order(torch.device(config.device), dtype) == "tiled":
         model.tile_experts()
+        torch.cuda.empty_cache()  # a layer was there twice; what is free is counted next
     model.merge()
     with ExitStack() as undo:
         if config.base_path:

@@ -80,12 +80,12 @@ class Inputs:
     is_rounded: bool
 
 
-# mma.sync, which wastes less on 8 rows than wgmma does, in programs of two warps that share only the inputs' tile. For
-# 16 pairs of 6144 and 3584 rows every program is resident at once: 24 and 27 warps a multiprocessor.
-PAIRS = Plan(Tile(8, 0, 64, 1, 3), Tile(8, 0, 64, 1, 4))
+# mma.sync, which wastes less on 8 rows than wgmma does, in programs of one warp. For 16 pairs of 6144 and 3584 rows the
+# first has 12 of them a multiprocessor; the second would have 7, so it is split in two along the columns.
+PAIRS = Plan(Tile(8, 0, 64, 1, 3), Tile(8, 0, 64, 1, 4, split=2))
 # By the mean number of rows an expert, up to: more rows a tile share one conversion of the weights. Timed on an H200
-# (2026-11-30), whole products: 531 us for 512 rows, 3067 us for 16,352. Tiles of 64 or 128 rows without a second part
-# gave wrong sums at 128 registers (1.2e-2, NaN) and are not used; nothing between 16 and 96 rows was timed.
+# (2026-11-30), before inputs were loaded in place: 531 us for 512 rows, 3067 us for 16,352. A bound of 128 registers
+# keeps two programs of 8 warps, or one of 16, on a multiprocessor; nothing between 16 and 96 rows was timed.
 GROUPS = (
     (6.0, Plan(Tile(8, 0, 64, 1, 3), Tile(8, 0, 64, 2, 3))),
     (12.0, Plan(Tile(16, 0, 128, 2, 3), Tile(16, 0, 128, 2, 3))),
