@@ -13,7 +13,8 @@ import os
 import tomllib
 import types
 import typing
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -36,6 +37,19 @@ def environment(name: str) -> str | None:
     if name not in ENVIRONMENT:
         raise KeyError(f"{name} is not in baltoro.config.ENVIRONMENT")
     return os.environ.get(name)
+
+
+@contextmanager
+def set_environment(name: str, value: str) -> Iterator[None]:
+    """Another value of a variable of the table within, for measurements that compare."""
+    before = environment(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        del os.environ[name]
+        if before is not None:
+            os.environ[name] = before
 
 
 def load_config(kind: type[T], file: str | Path | None = None, overrides: Sequence[str] = ()) -> T:

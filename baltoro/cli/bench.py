@@ -8,12 +8,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from baltoro.cli.bench_slice import measure_slice
 from baltoro.errors import ConfigError
 
 if TYPE_CHECKING:
     from baltoro.bench.memory import Growth
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode="markdown", help="Measure.")
+
+
+app.command("slice")(measure_slice)
 
 
 @app.callback()

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from baltoro.rl.recipe import RLConfig
 
 ROWS = 12  # of the live table
-COLUMNS = ["step", "reward", "eval", "greedy", "k3", "dlogp", "|B|", "length", "stale", "equal", "clip", "canary", "s"]
+COLUMNS = ["step", "reward", "eval", "greedy", "k3", "dlogp", "norm", "len", "old", "same", "clip", "canary", "s"]
 
 
 def rl(
@@ -202,12 +202,12 @@ def cells(line: Mapping[str, Any], floor: float) -> list[str]:
     return [
         str(line["step"]),
         _number(line.get("reward"), ".3f"),
-        _number(None if held_out is None else held_out["sampled"], ".1%"),
-        _number(None if held_out is None else held_out["greedy"], ".1%"),
+        _number(None if held_out is None else held_out["sampled"], ".0%"),
+        _number(None if held_out is None else held_out["greedy"], ".0%"),
         _number(line.get("k3"), ".1e"),
         _number(line.get("max_dlogp"), ".1e"),
-        _number(line.get("adapter_norm"), ".2f"),
-        _number(line.get("length_mean"), ".1f"),
+        _number(line.get("adapter_norm"), ".1f"),
+        _number(line.get("length_mean"), ".0f"),
         _number(line.get("staleness_max"), ".0f"),
         _number(line.get("zero_std"), ".0%"),
         _number(clip, ".1%"),

@@ -37,6 +37,9 @@ PageSize = Annotated[
 Memory = Annotated[str, typer.Option(help="Bytes for KV and state, such as 4GiB. auto: a share of what is free.")]
 Dtype = Annotated[str, typer.Option(help="auto, bfloat16, float32 or float64.")]
 Device = Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")]
+Graphs = Annotated[
+    int, typer.Option(help="On a GPU: capture steps of up to so many decodes as CUDA graphs; 0 runs them one by one.")
+]
 Seed = Annotated[int, typer.Option(help="Seed of requests that bring none.")]
 Thinking = Annotated[
     bool, typer.Option("--thinking/--no-thinking", help="Whether answers are thought out unless a client says.")
@@ -67,6 +70,7 @@ def serve(
     memory: Memory = "auto",
     dtype: Dtype = "auto",
     device: Device = "cpu",
+    graphs: Graphs = 64,
     seed: Seed = 0,
     thinking: Thinking = True,
     effort: Effort = None,
@@ -112,6 +116,7 @@ def serve(
         memory_bytes="auto" if memory == "auto" else size_bytes(memory, "--memory"),
         dtype=dtype,
         device=device,
+        graph_batch=graphs if device != "cpu" else 0,
         seed=seed,
         **(cache.engine_fields() | adapters.engine_fields()),
     )

@@ -1,6 +1,6 @@
 """CUDA graphs of decode steps, one per padded batch size: captured at the start, replayed when a plan is decodes only.
 
-In: a plan of decodes and its tokens on the device. Out: logits of its rows, in memory that the next replay overwrites.
+In: a plan of decodes. Out: logits of its rows and the likeliest ids, in memory that the next replay overwrites.
 Every size shares the input buffers (a graph of B rows reads their first B) and one memory pool; the largest is captured
 first, so that the others find room in it. Rows that pad a batch are a token 0 that sees one key, write page 0 and
 slot 0, the sinks, and their logits are dropped.
@@ -8,7 +8,9 @@ With adapter slots every size has a second graph, for plans in which a row has a
 factors where they always are, so an installed version is what the next replay reads.
 Invariants: a captured step reads nothing of the host; the context of a capture is made inside it, so that whatever it
 derives from the buffers is derived again in every replay. Pictures, prompt scores and prefills run eagerly.
-Not here: sampling (it follows, eagerly), copies of a plan (they come before).
+A decode whose token is still on the device names its place among the ids drawn before; the step itself looks it up in
+`drawn`, where it leaves the likeliest id of each row: greedy steps then follow each other without a word between.
+Not here: other sampling (it follows, eagerly), copies of a plan (they come before).
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ import torch
 from torch import Tensor
 
 from baltoro.engine.batch import Plan, Span, num_pages
+from baltoro.engine.copies import pinned, to_device
 from baltoro.kernels.lora.rows import AdapterRows
+from baltoro.kernels.precision import acc_dtype
 from baltoro.kernels.spans import Spans
 from baltoro.model.context import CacheMap, ForwardContext
 from baltoro.model.state import CacheViews
@@ -87,10 +91,12 @@ class DecodeGraphs:
         self._model, self._views, self._page_size, self._device = model, views, page_size, device
         self.sizes = padded_sizes(max_batch)
         self._adapter_slots = adapter_slots
-        # token, slot, KV row, keys in view, adapter slot
-        self._rows = torch.zeros(5, self.sizes[-1], dtype=torch.int64, device=device)
-        self._table = torch.zeros(self.sizes[-1], max_pages, dtype=torch.int64, device=device)
-        self._rows[3] = 1
+        largest = self.sizes[-1]
+        # token, slot, KV row, keys in view, place of the token among the ids drawn before or -1, adapter slot
+        self._rows = torch.from_numpy(_padding(largest)).to(device)
+        self._table = torch.zeros(largest, max_pages, dtype=torch.int64, device=device)
+        self.drawn = torch.zeros(2, largest, dtype=torch.int64, device=device)
+        self._shown = np.zeros((0, 0), dtype=np.int64)  # what the table holds; zeros around it
         self._steps: dict[tuple[int, bool], Step] = {}
         kinds = (False, True) if adapter_slots else (False,)
         wanted = [(size, has_adapters) for size in reversed(self.sizes) for has_adapters in kinds]
@@ -111,48 +117,64 @@ class DecodeGraphs:
             return None
         if max(num_pages(span, self._page_size) for span in spans) > self._table.shape[1]:
             return None
+        if any(span.source is not None and span.source >= self.sizes[-1] for span in spans):
+            return None
         return next(size for size in self.sizes if size >= len(spans))
 
-    def run(self, plan: Plan, tokens: Tensor, size: int) -> Tensor:
-        """Logits [N, X] of the plan's N decodes; tokens int64 [N] on the device. Writes the arena."""
-        self._fill(plan.spans, tokens)
+    def run(self, plan: Plan, ids: Tensor | None, size: int) -> Tensor:
+        """Logits [N, X], in the accumulate dtype, of the plan's N decodes; `drawn` [2, N] then has the likeliest id of
+        each and whether it has a finite logit. `ids`: those drawn by the plan before, if not by a graph. Writes the
+        arena."""
+        if ids is not None:
+            count = min(len(ids), self.sizes[-1])
+            self.drawn[0, :count] = ids[:count]
+        self._fill(plan.spans)
         return self._steps[size, any(span.adapter for span in plan.spans)]()[: len(plan.spans)]
 
-    def _fill(self, spans: Sequence[Span], tokens: Tensor) -> None:
-        count, size = len(spans), self._page_size
-        used = [num_pages(span, size) for span in spans]
-        host = np.zeros((count, 4 + max(used)), dtype=np.int64)
-        for row, span, pages in zip(host, spans, used, strict=True):
-            place = span.end - 1
-            row[:4] = span.slot, span.pages[place // size] * size + place % size, span.end, span.adapter
-            row[4 : 4 + pages] = span.pages[:pages]
-        found = self._to_device(host)
-        self._rows[:, count:] = 0
-        self._rows[3, count:] = 1
-        self._rows[0, :count] = tokens
-        self._rows[1:, :count] = found[:, :4].T
-        self._table.zero_()
-        self._table[:count, : max(used)] = found[:, 4:]
-
-    def _to_device(self, values: np.ndarray) -> Tensor:
-        """One copy; on a GPU it is only queued."""
-        tensor = torch.from_numpy(values)
-        if self._device.type == "cuda":
-            return tensor.pin_memory().to(self._device, non_blocking=True)
-        return tensor
+    def _fill(self, spans: Sequence[Span]) -> None:
+        """One copy to the device; a second one where pages have changed."""
+        size = self._page_size
+        rows, used = _padding(self.sizes[-1]), [num_pages(span, size) for span in spans]
+        table = np.zeros((len(spans), max(used)), dtype=np.int64)
+        for n, (span, pages) in enumerate(zip(spans, used, strict=True)):
+            end = span.start + 1
+            place = span.start // size
+            rows[:, n] = (
+                span.tokens[0], span.slot, span.pages[place] * size + span.start - place * size, end,
+                -1 if span.source is None else span.source, span.adapter,
+            )  # fmt: skip
+            table[n, :pages] = span.pages[:pages]
+        self._rows.copy_(pinned(torch.from_numpy(rows), self._device), non_blocking=True)
+        if table.shape != self._shown.shape or not np.array_equal(table, self._shown):
+            self._table[: len(self._shown), : self._shown.shape[1]] = 0
+            self._table[: len(spans), : table.shape[1]] = to_device(torch.from_numpy(table), self._device)
+            self._shown = table
 
     def _step(self, size: int, has_adapters: bool) -> Step:
         """The forward of `size` rows of the buffers."""
 
         def step() -> Tensor:
-            tokens, slots, kv_rows, lengths, adapters = self._rows[:, :size]
+            given, slots, kv_rows, lengths, places, adapters = self._rows[:, :size]
+            tokens = torch.where(places < 0, given, self.drawn[0].index_select(0, places.clamp(min=0)))
             cache = CacheMap(slots, kv_rows, self._table[:size], self._page_size, self._views, lengths=lengths)
             # where the spans start is in the buffers; the context only has to know that it is not at 0
             spans = Spans.build((1,) * size, (1,) * size, device=self._device)
             captured = AdapterRows.fixed(adapters, self._adapter_slots) if has_adapters else None
-            return self._model(ForwardContext(tokens, spans, cache, num_decodes=size, captured=captured))
+            logits = self._model(ForwardContext(tokens, spans, cache, num_decodes=size, captured=captured))
+            logits = logits.to(acc_dtype(logits.dtype))
+            best, ids = logits.max(dim=-1)
+            self.drawn[0, :size] = ids
+            self.drawn[1, :size] = torch.isfinite(best)
+            return logits
 
         return step
+
+
+def _padding(size: int) -> np.ndarray:
+    """[6, size]: token 0 that writes to the sinks and sees one key."""
+    rows = np.zeros((6, size), dtype=np.int64)
+    rows[3], rows[4] = 1, -1
+    return rows
 
 
 def padded_sizes(largest: int) -> tuple[int, ...]:

@@ -21,7 +21,8 @@ from torch import Tensor
 from baltoro.cache.host_store import HostStore
 from baltoro.cache.pool import Pool
 from baltoro.engine import sampler
-from baltoro.engine.batch import Plan, Result, Scored, Span, num_pages
+from baltoro.engine.batch import Draw, Plan, Result, Scored, Span, num_pages
+from baltoro.engine.copies import to_device
 from baltoro.engine.graphs import Backend, DecodeGraphs, Report
 from baltoro.engine.media import build_media
 from baltoro.engine.moves import Mover
@@ -104,11 +105,11 @@ class Runner:
         rows, targets = _logit_rows(plan.spans)
         if not plan.spans:
             return lambda: Result(())
-        logits = self._forward(plan, rows + targets)
+        logits, size = self._forward(plan, rows + targets)
         self._mover.move(plan.after)
         logits = logits.to(acc_dtype(logits.dtype))
         draws = [span.draw for span in plan.spans if span.draw is not None]
-        drawn = sampler.draw_ids(logits[: len(rows)], draws) if draws else None
+        drawn = self._draw(logits[: len(rows)], draws, is_captured=size is not None) if draws else None
         self._ids = None if drawn is None else drawn.ids
         scores, done = [], len(rows)
         for span in plan.spans:
@@ -144,12 +145,20 @@ class Runner:
             adapter_slots=self.fixed_slots,
         )
 
-    def _forward(self, plan: Plan, rows: list[int]) -> Tensor:
-        """Logits of the rows wanted: a replay where a graph fits, else a forward."""
+    def _draw(self, logits: Tensor, draws: Sequence[Draw], *, is_captured: bool) -> sampler.Drawn | sampler.Likeliest:
+        """Ids of the rows: a captured step has found the likeliest ones already."""
+        if is_captured and sampler.are_likeliest(draws):
+            assert self.graphs is not None
+            return sampler.Likeliest(self.graphs.drawn[:, : len(draws)])
+        return sampler.draw_ids(logits, draws)
+
+    def _forward(self, plan: Plan, rows: list[int]) -> tuple[Tensor, int | None]:
+        """Logits of the rows wanted: a replay where a graph fits, whose size comes along, else a forward."""
         size = None if self.graphs is None else self.graphs.size_for(plan)
         if self.graphs is None or size is None:
-            return self.model(self.context(plan, rows))
-        return self.graphs.run(plan, self._tokens(plan.spans), size)
+            return self.model(self.context(plan, rows)), None
+        is_there = self._ids is not None and self._ids.data_ptr() == self.graphs.drawn.data_ptr()
+        return self.graphs.run(plan, None if is_there else self._ids, size), size
 
     def context(self, plan: Plan, logit_rows: list[int]) -> ForwardContext:
         """What the model is told about the step."""
@@ -186,10 +195,9 @@ class Runner:
         return tokens
 
     def _tensor(self, values: list[int] | np.ndarray) -> Tensor:
-        """int64 on the device."""
-        if isinstance(values, np.ndarray):
-            return torch.from_numpy(values).to(self.device)
-        return torch.tensor(values, dtype=torch.int64, device=self.device)
+        """int64 on the device; on a GPU only queued."""
+        there = torch.from_numpy(values) if isinstance(values, np.ndarray) else torch.tensor(values, dtype=torch.int64)
+        return to_device(there, self.device)
 
 
 def cache_views(pool: Pool) -> CacheViews:

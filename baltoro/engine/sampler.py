@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from baltoro.engine.batch import Draw, Found
+from baltoro.engine.copies import to_device, to_host
 from baltoro.kernels.dispatch import kernels_for
 from baltoro.kernels.sample import reference as kernel
 from baltoro.protocol.completion import TopLogprob
@@ -36,9 +37,9 @@ class Scores:
         """The same on the host; on a GPU the copy is only queued."""
         best, places = self.best, self.places
         return Scores(
-            host(self.chosen),
-            None if best is None else host(best),
-            None if places is None else host(places),
+            to_host(self.chosen),
+            None if best is None else to_host(best),
+            None if places is None else to_host(places),
             self.num_top,
         )
 
@@ -66,7 +67,7 @@ class Drawn:
     def to_host(self) -> Drawn:
         """The same on the host; on a GPU the copy is only queued."""
         scores = None if self.scores is None else self.scores.to_host()
-        return Drawn(self.draws, host(self.ids), host(self.is_valid), scores)
+        return Drawn(self.draws, to_host(self.ids), to_host(self.is_valid), scores)
 
     def found(self) -> list[Found]:
         """In words of the host; waits for the device."""
@@ -82,6 +83,32 @@ class Drawn:
         ]
 
 
+@dataclass(frozen=True, slots=True)
+class Likeliest:
+    """What a captured step of greedy draws found by itself: int64 [2, M], ids and whether the model gave a number.
+
+    On a CPU the memory may be written again before anybody asks, so `to_host` copies."""
+
+    both: Tensor
+
+    @property
+    def ids(self) -> Tensor:
+        return self.both[0]
+
+    def to_host(self) -> Likeliest:
+        """The same on the host; on a GPU the copy is only queued."""
+        return Likeliest(self.both.clone() if self.both.device.type == "cpu" else to_host(self.both))
+
+    def found(self) -> list[Found]:
+        """In words of the host; waits for the device."""
+        return [Found(token, good != 0) for token, good in zip(*self.both.tolist(), strict=True)]
+
+
+def are_likeliest(draws: Sequence[Draw]) -> bool:
+    """Whether each takes the likeliest id as the model has it, and nothing else is asked."""
+    return all(is_greedy(draw) and not draw.is_edited and draw.params.logprobs is None for draw in draws)
+
+
 def draw_ids(logits: Tensor, draws: Sequence[Draw]) -> Drawn:
     """One id per row of logits [M, X] (accumulate dtype), M >= 1, without waiting for the device."""
     raw = logits
@@ -92,8 +119,10 @@ def draw_ids(logits: Tensor, draws: Sequence[Draw]) -> Drawn:
                 _edit(row, draw)
     best, ids = logits.max(dim=-1)
     at = [n for n, draw in enumerate(draws) if not is_greedy(draw)]
-    if at:
-        rows = torch.tensor(at, device=logits.device)
+    if len(at) == len(draws):
+        ids = _draw(logits, draws)
+    elif at:
+        rows = to_device(torch.tensor(at), logits.device)
         ids[rows] = _draw(logits[rows], [draws[n] for n in at])
     scores = None
     if any(draw.params.logprobs is not None for draw in draws):
@@ -108,15 +137,8 @@ def sample(logits: Tensor, draws: Sequence[Draw]) -> list[Found]:
 
 def score(logits: Tensor, targets: Sequence[int], num_top: int) -> Scores:
     """Logprobs of `targets` under logits [M, X], one a row, with the `num_top` best of each row."""
-    ids = torch.tensor(targets, device=logits.device)
+    ids = to_device(torch.tensor(targets), logits.device)
     return _score(logits, ids, [num_top] * len(targets))
-
-
-def host(values: Tensor) -> Tensor:
-    """On the host. From a GPU into pinned memory, queued on the stream: read it behind an event only."""
-    if values.device.type == "cpu":
-        return values
-    return torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values, non_blocking=True)
 
 
 def is_greedy(draw: Draw) -> bool:
@@ -145,17 +167,15 @@ def _mix(value: int) -> int:
 def _draw(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
     """Ids of rows that are not greedy."""
     device, dtype = logits.device, logits.dtype
-
-    def column(values: list[float]) -> Tensor:
-        return torch.tensor(values, dtype=dtype, device=device)
-
-    scaled = logits / column([draw.params.temperature for draw in draws]).unsqueeze(1)
-    top_k = torch.tensor([max(draw.params.top_k, 0) for draw in draws], device=device)
-    top_p = column([draw.params.top_p for draw in draws])
-    min_p = column([draw.params.min_p for draw in draws])
-    numbers = [uniform(draw.seed, draw.position) for draw in draws]
-    numbers_there = torch.tensor(numbers, dtype=torch.float64, device=device)
-    return kernels_for(device).sample(scaled, top_k, top_p, min_p, numbers_there)
+    given = [
+        (params.temperature, max(params.top_k, 0), params.top_p, params.min_p, uniform(draw.seed, draw.position))
+        for draw in draws
+        for params in (draw.params,)
+    ]
+    there = to_device(torch.tensor(given, dtype=torch.float64).T.contiguous(), device)  # one copy
+    temperature, top_k, top_p, min_p, numbers = there
+    scaled = logits / temperature.to(dtype).unsqueeze(1)
+    return kernels_for(device).sample(scaled, top_k.long(), top_p.to(dtype), min_p.to(dtype), numbers)
 
 
 def _edit(row: Tensor, draw: Draw) -> None:

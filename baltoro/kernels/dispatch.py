@@ -20,6 +20,7 @@ from torch import Tensor
 from baltoro.config import environment
 from baltoro.errors import ConfigError, InvariantError
 from baltoro.kernels.attnres import fast as attnres_fast
+from baltoro.kernels.attnres import fused as attnres_fused
 from baltoro.kernels.attnres import reference as attnres
 from baltoro.kernels.conv import reference as conv
 from baltoro.kernels.device import Machine, machine
@@ -28,11 +29,13 @@ from baltoro.kernels.kda import reference as kda
 from baltoro.kernels.linear import fast as fast_linear
 from baltoro.kernels.linear import reference as linear
 from baltoro.kernels.lora import reference as lora
+from baltoro.kernels.mla import absorb, fast_absorb, padded, split_decode
 from baltoro.kernels.mla import decode as mla_decode
-from baltoro.kernels.mla import padded, split_decode
 from baltoro.kernels.mla import reference as mla
-from baltoro.kernels.moe import device_grouped, experts, fast_experts, fast_route
+from baltoro.kernels.moe import device_grouped, experts, fast_experts, fast_glu, fast_route
 from baltoro.kernels.moe import reference as moe
+from baltoro.kernels.moe.products import Order
+from baltoro.kernels.norm import fast as norm_fast
 from baltoro.kernels.norm import reference as norm
 from baltoro.kernels.paged import fast as paged_fast
 from baltoro.kernels.paged import reference as paged
@@ -62,7 +65,10 @@ class Kernels:
     kda_fold: Act  # kda.fused_reference.fold
     mla_attend: One  # mla.reference.attend
     mla_attend_absorbed: Two  # mla.reference.attend_absorbed
+    mla_enter: One  # mla.absorb.enter
+    mla_leave: One  # mla.absorb.leave
     attnres_mix: One  # attnres.reference.mix
+    attnres_read: Two  # attnres.fused.read: with the addition before and the norm behind
     route: Two  # moe.reference.route
     situ_glu: One  # moe.reference.situ_glu
     silu_glu: One  # moe.reference.silu_glu
@@ -108,6 +114,8 @@ FLA = "flash-linear-attention's chunk kernels, forward and backward, for bf16; o
 PADDED = "the framework's fused attention on padded groups of like length; spans with a past take the reference"
 SPLIT = "Triton: keys in splits that fill the card, merged by log-sum-exp; float64 takes the reference"
 ONE_LAUNCH = "Triton: one launch, two that overlap for few tokens; under autograd and in float64 the reference"
+ONE = "Triton: one launch; under autograd and in float64 the reference"
+ABSORB = "Triton: one launch with kv_b's product, and the norm and write or the gate; float64 takes the reference"
 COPIES = "Triton: a batch in one launch, nothing in between"
 PLAIN_COPIES = "plain torch: gather, then scatter"
 DRAW = "Triton: borders bit by bit, no sort, no word to the host; float64 takes the reference"
@@ -120,7 +128,10 @@ FOLD = "one launch over all layers, equal in every bit to the decode kernel on w
 BY_REQUEST = "each request over its own rows, in cache; nothing is padded to the longest"
 FEW_ROWS = "one launch reads each weight once, sums in fp32, for few rows; others take the reference"
 SELECT = "one launch: groups find their best without a barrier, then rank; gradients, expert groups take the reference"
-PACKED = "MXFP4 dequantised on the way: by pair for few, grouped on the device for many; dense ones: device grouped"
+PACKED = (
+    "MXFP4 dequantised on the way: by pair for few, grouped on the device for many; put into tiles at load in bf16, in "
+    "the published order in float32 or with scales beyond 2^33; dense ones: device grouped"
+)
 GROUPED = "grouped matrix products, no word to the host, for bf16 dense experts; packed ones take the reference"
 
 
@@ -136,6 +147,7 @@ def has_triton(here: Machine) -> bool:
 
 # First fitting row wins. The reference row of an operation is its last.
 TABLE: tuple[Row, ...] = (
+    Row("rms_norm", ("cuda",), "one launch", norm_fast.rms_norm, ONE, has_triton),
     Row("rms_norm", ANY, "reference", norm.rms_norm, PLAIN),
     Row("gated_rms_norm", ANY, "reference", norm.gated_rms_norm, PLAIN),
     Row("l2_norm", ANY, "reference", kda.l2_norm, PLAIN),
@@ -161,11 +173,19 @@ TABLE: tuple[Row, ...] = (
     Row("mla_attend_absorbed", ("cpu",), "decode", mla_decode.attend_absorbed, BY_REQUEST),
     Row("mla_attend_absorbed", ("cuda",), "split", split_decode.attend_absorbed, SPLIT, has_triton),
     Row("mla_attend_absorbed", ANY, "reference", mla.attend_absorbed, PLAIN),
+    Row("mla_enter", ("cuda",), "one launch", fast_absorb.enter, ABSORB, has_triton),
+    Row("mla_enter", ANY, "reference", absorb.enter, PLAIN),
+    Row("mla_leave", ("cuda",), "one launch", fast_absorb.leave, ABSORB, has_triton),
+    Row("mla_leave", ANY, "reference", absorb.leave, PLAIN),
     Row("attnres_mix", ("cuda",), "one launch", attnres_fast.mix, ONE_LAUNCH, has_triton),
     Row("attnres_mix", ANY, "reference", attnres.mix, PLAIN),
+    Row("attnres_read", ("cuda",), "one launch", attnres_fast.read, ONE_LAUNCH, has_triton),
+    Row("attnres_read", ANY, "reference", attnres_fused.read, PLAIN),
     Row("route", ("cuda",), "triton", fast_route.route, SELECT, has_triton),
     Row("route", ANY, "reference", moe.route, PLAIN),
+    Row("situ_glu", ("cuda",), "one launch", fast_glu.situ_glu, ONE, has_triton),
     Row("situ_glu", ANY, "reference", moe.situ_glu, PLAIN),
+    Row("silu_glu", ("cuda",), "one launch", fast_glu.silu_glu, ONE, has_triton),
     Row("silu_glu", ANY, "reference", moe.silu_glu, PLAIN),
     Row("expert_product", ("cuda",), "triton", fast_experts.expert_product, PACKED, has_triton),
     Row("expert_product", ("cuda",), "device grouped", device_grouped.expert_product, GROUPED, is_hopper),
@@ -187,6 +207,15 @@ TABLE: tuple[Row, ...] = (
 def kernels_for(device: torch.device) -> Kernels:
     """The functions for one device. Errors: ConfigError for an unknown name in BALTORO_REFERENCE."""
     return Kernels(**{row.op: row.function for row in _rows(device)})
+
+
+def expert_order(device: torch.device, dtype: torch.dtype) -> Order:
+    """The order in which the expert product of a device reads packed weights fastest; every form reads both.
+
+    Tiles are for matrix instructions in bf16: in other dtypes, and where a reference is forced, nothing gains.
+    """
+    is_fast = kernels_for(device).expert_product is fast_experts.expert_product
+    return "tiled" if is_fast and dtype == torch.bfloat16 else "published"
 
 
 def choices(device: torch.device) -> list[Choice]:

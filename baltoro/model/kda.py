@@ -13,7 +13,6 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from baltoro.kernels.kda.fused_reference import MixerWeights
 from baltoro.kernels.kda.gate import log_decay
@@ -22,7 +21,7 @@ from baltoro.kernels.lora.rows import AdapterRows
 from baltoro.kernels.precision import acc_dtype
 from baltoro.model.config import K3Config
 from baltoro.model.context import CacheMap, ForwardContext
-from baltoro.model.linear import Linear, RMSNorm, WeightOnly
+from baltoro.model.linear import Linear, RMSNorm, WeightOnly, product
 from baltoro.model.merged import add_loras, merge_rows
 
 
@@ -89,7 +88,7 @@ class KDA(nn.Module):
         if self._merged is None:
             q, k, v, f, b, gate = (linear(x, rows) for linear in self._readers)
             return torch.cat([q, k, v], dim=-1), f, b, gate
-        merged = add_loras(F.linear(x, self._merged), self._readers, x, rows)
+        merged = add_loras(product(x, self._merged), self._readers, x, rows)
         width = self.num_heads * self.head_dim
         rest = self._merged.shape[0] - 3 * width - self.head_dim - self.num_heads
         qkv, f, b, gate = torch.split(merged, [3 * width, self.head_dim, self.num_heads, rest], dim=-1)

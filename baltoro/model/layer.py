@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from baltoro.model.attnres import Stream, depth_query, mix
+from baltoro.model.attnres import Stream, depth_query, mix, read
 from baltoro.model.config import K3Config
 from baltoro.model.context import ForwardContext
 from baltoro.model.kda import KDA
@@ -65,19 +65,38 @@ class DecoderLayer(nn.Module):
             }
 
     def forward(self, stream: Stream, ctx: ForwardContext) -> Stream:
-        h = self._read(stream, "self_attention_res", ctx)
-        if self.opens_block:
-            stream = stream.open_block()
-        stream = stream.add(self.self_attn(self.input_layernorm(h), ctx))
-        h = self.post_attention_layernorm(self._read(stream, "mlp_res", ctx))
-        return stream.add(self.block_sparse_moe(h, ctx) if self.has_experts else self.mlp(h, ctx.adapter_rows))
+        return self.feed(self.attend(stream, ctx), ctx)
 
-    def _read(self, stream: Stream, name: str, ctx: ForwardContext) -> Tensor:
-        if self.has_attn_res:
-            norm: RMSNorm = getattr(self, f"{name}_norm")
-            query = self._queries.get(name)
-            if query is None:
-                query = depth_query(norm, getattr(self, f"{name}_proj"))
-            return mix(stream, query, norm.eps, ctx)
-        assert stream.prefix is not None, "a plain residual stream always has a running sum"
-        return stream.prefix
+    def attend(self, stream: Stream, ctx: ForwardContext) -> Stream:
+        """The first half: attention."""
+        stream, h = self._read(stream, "self_attention_res", self.input_layernorm, ctx)
+        if self.opens_block:
+            stream = stream.open_block(is_stacked=self._is_fused(h))
+        return self._write(stream, self.self_attn(h, ctx))
+
+    def feed(self, stream: Stream, ctx: ForwardContext) -> Stream:
+        """The second half: MLP or experts."""
+        stream, h = self._read(stream, "mlp_res", self.post_attention_layernorm, ctx)
+        return self._write(stream, self.block_sparse_moe(h, ctx) if self.has_experts else self.mlp(h, ctx.adapter_rows))
+
+    def _is_fused(self, x: Tensor) -> bool:
+        """Whether a read adds, mixes and norms in one operation: on a GPU, after `merge`."""
+        return bool(self._queries) and x.is_cuda
+
+    def _write(self, stream: Stream, update: Tensor) -> Stream:
+        return stream.hold(update) if self._is_fused(update) else stream.add(update)
+
+    def _read(self, stream: Stream, name: str, norm: RMSNorm, ctx: ForwardContext) -> tuple[Stream, Tensor]:
+        """(stream, the sub-layer's normed input)."""
+        if not self.has_attn_res:
+            stream = stream.settled()
+            assert stream.prefix is not None, "a plain residual stream always has a running sum"
+            return stream, norm(stream.prefix)
+        own: RMSNorm = getattr(self, f"{name}_norm")
+        query = self._queries.get(name)
+        if query is None:
+            query = depth_query(own, getattr(self, f"{name}_proj"))
+        if stream.bank and self._is_fused(stream.bank[0]):
+            return read(stream, query, own.eps, norm, ctx)
+        stream = stream.settled()
+        return stream, norm(mix(stream, query, own.eps, ctx))

@@ -62,6 +62,11 @@ class Factors:
         return kernels_for(x.device).lora_delta(out, x, self.a, self.b, self.scale, rows, active=self.active)
 
 
+def product(x: Tensor, weight: Tensor) -> Tensor:
+    """x [..., I], weight [O, I] -> [..., O], by what the dispatch table picked; a CPU has one way."""
+    return kernels_for(x.device).linear(x, weight) if x.is_cuda else F.linear(x, weight)
+
+
 class Linear(nn.Module):
     """x @ weight.T, and scale * B(A x) for rows that have an adapter."""
 
@@ -71,7 +76,6 @@ class Linear(nn.Module):
         self.lora: Factors | None = None  # no module: the base's state_dict has no factors
 
     def forward(self, x: Tensor, rows: AdapterRows | None = None) -> Tensor:
-        product = kernels_for(x.device).linear if x.is_cuda else F.linear
         return self.add_lora(product(x, self.weight), x, rows)
 
     def add_lora(self, out: Tensor, x: Tensor, rows: AdapterRows | None) -> Tensor:
@@ -91,7 +95,8 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight, self.eps)
+        norm = kernels_for(x.device).rms_norm if x.is_cuda else rms_norm
+        return norm(x, self.weight, self.eps)
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[0]}, eps={self.eps}"

@@ -13,7 +13,6 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from baltoro.kernels.lora.rows import AdapterRows
 from baltoro.kernels.mla.padded import hidden_scores, padding_of, split_groups
@@ -21,7 +20,7 @@ from baltoro.kernels.precision import acc_dtype
 from baltoro.kernels.spans import Spans
 from baltoro.model.config import K3Config
 from baltoro.model.context import CacheMap, ForwardContext
-from baltoro.model.linear import Linear, RMSNorm
+from baltoro.model.linear import Linear, RMSNorm, product
 from baltoro.model.merged import add_loras, merge_rows
 
 
@@ -63,14 +62,35 @@ class MLA(nn.Module):
     def forward(self, x: Tensor, ctx: ForwardContext) -> Tensor:
         adapters = ctx.adapter_rows
         q, kv, *gate = self._project(x, adapters)
-        if self.q_rank is not None:
-            q = self.q_b_proj(self.q_a_layernorm(q), adapters)
-        q = q.view(-1, self.num_heads, self.nope + self.rope)
+        q = self._query(q, ctx)
+        if ctx.cache is not None and adapters is None and ctx.num_decodes == len(x):
+            out = self._decode(q, kv, gate[0] if gate else None, ctx.cache, ctx)
+            return self.o_proj(out)  # type: ignore[no-any-return]
         latent, shared = torch.split(kv, [self.latent, self.rope], dim=-1)
         out = self._attend(q, self.kv_a_layernorm(latent), shared, ctx).flatten(1)
         if self.has_gate:
             out = out * torch.sigmoid(gate[0]).to(out.dtype)
         return self.o_proj(out.to(x.dtype), adapters)  # type: ignore[no-any-return]
+
+    def _query(self, q: Tensor, ctx: ForwardContext) -> Tensor:
+        """[T, H, K+Dr], from the query or from its low rank."""
+        if self.q_rank is not None:
+            norm, up = self.q_a_layernorm, self.q_b_proj
+            if q.is_cuda and ctx.adapter_rows is None and not ctx.is_training:
+                q = ctx.kernels.norm_linear(q, norm.weight, up.weight, norm.eps)
+            else:
+                q = up(norm(q), ctx.adapter_rows)
+        return q.view(-1, self.num_heads, self.nope + self.rope)
+
+    def _decode(self, q: Tensor, row: Tensor, gate: Tensor | None, cache: CacheMap, ctx: ForwardContext) -> Tensor:
+        """A step of decodes alone, as most are: [T, H * Dv]. As `_absorbed`, in fewer operations."""
+        kv, norm = cache.views.kv[self.index], self.kv_a_layernorm
+        kv_b = self.kv_b_proj.weight.view(self.num_heads, self.nope + self.value, self.latent)
+        query = ctx.kernels.mla_enter(q, row, norm.weight, norm.eps, kv_b, kv, ctx.kv_places)
+        out, _ = ctx.kernels.mla_attend_absorbed(
+            query, kv, cache.page_table, ctx.decode_lengths, latent=self.latent, scale=self.scale
+        )
+        return ctx.kernels.mla_leave(out, kv_b, self.value, gate, q.dtype)
 
     @property
     def _readers(self) -> list[Linear]:
@@ -81,7 +101,7 @@ class MLA(nn.Module):
     def _project(self, x: Tensor, adapters: AdapterRows | None) -> tuple[Tensor, ...]:
         if self._merged is None:
             return tuple(linear(x, adapters) for linear in self._readers)
-        merged = add_loras(F.linear(x, self._merged), self._readers, x, adapters)
+        merged = add_loras(product(x, self._merged), self._readers, x, adapters)
         return torch.split(merged, [linear.weight.shape[0] for linear in self._readers], dim=-1)
 
     def _attend(self, q: Tensor, latent: Tensor, shared: Tensor, ctx: ForwardContext) -> Tensor:

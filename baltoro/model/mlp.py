@@ -10,12 +10,12 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
+from baltoro.kernels.dispatch import kernels_for
 from baltoro.kernels.lora.rows import AdapterRows
 from baltoro.kernels.moe.reference import silu_glu, situ_glu
 from baltoro.model.config import K3Config
-from baltoro.model.linear import Linear
+from baltoro.model.linear import Linear, product
 from baltoro.model.merged import add_loras, merge_rows
 
 Activation = Callable[[Tensor, Tensor], Tensor]
@@ -26,6 +26,16 @@ def activation_of(config: K3Config) -> Activation:
     if config.hidden_act == "silu":
         return silu_glu
     return partial(situ_glu, beta=config.situ_beta, linear_beta=config.situ_linear_beta)
+
+
+def activate(activation: Activation, gate: Tensor, up: Tensor) -> Tensor:
+    """`activation` of the two halves [T, F], on a GPU by what the dispatch table picked for it."""
+    if not gate.is_cuda:
+        return activation(gate, up)
+    kernels = kernels_for(gate.device)
+    if isinstance(activation, partial) and activation.func is situ_glu:
+        return kernels.situ_glu(gate, up, **activation.keywords)
+    return kernels.silu_glu(gate, up) if activation is silu_glu else activation(gate, up)
 
 
 class MLP(nn.Module):
@@ -46,10 +56,10 @@ class MLP(nn.Module):
     def forward(self, x: Tensor, rows: AdapterRows | None = None) -> Tensor:
         if self._merged is None:
             return self.finish(self.gate_proj(x, rows), self.up_proj(x, rows), rows)
-        merged = add_loras(F.linear(x, self._merged), (self.gate_proj, self.up_proj), x, rows)
+        merged = add_loras(product(x, self._merged), (self.gate_proj, self.up_proj), x, rows)
         gate, up = merged.chunk(2, dim=-1)
         return self.finish(gate, up, rows)
 
     def finish(self, gate: Tensor, up: Tensor, rows: AdapterRows | None = None) -> Tensor:
         """From the two projections on."""
-        return self.down_proj(self.activation(gate, up), rows)  # type: ignore[no-any-return]
+        return self.down_proj(activate(self.activation, gate, up), rows)  # type: ignore[no-any-return]

@@ -2,26 +2,28 @@
 
 In: x [T, D], the normed layer input. Out: [T, D]. Router and shared experts see x; routed experts see the latent.
 Without a latent size the experts work on x itself (ordinary MoE).
-Experts are stacked: dense parameters [E, out, in], or the checkpoint's packed MXFP4 bytes, dequantised on use.
+Experts are stacked: dense parameters [E, out, in], or the checkpoint's packed MXFP4 bytes, dequantised on use; `tile`
+puts these into the order that a device's kernels read, under names of its own.
 Source: spec/k3.md 3.7, 5.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from baltoro.kernels.lora.experts import ExpertDelta, ExpertFactors
 from baltoro.kernels.lora.rows import AdapterRows
-from baltoro.kernels.moe.products import ExpertWeights, Packed
+from baltoro.kernels.moe.permute import empty, fits_bf16, permute_experts, published
+from baltoro.kernels.moe.products import AnyExperts, ExpertWeights, Packed, TiledExperts
 from baltoro.kernels.precision import acc_dtype, wide_linear
-from baltoro.kernels.quant import mxfp4
+from baltoro.model import aside
 from baltoro.model.config import K3Config
 from baltoro.model.context import ForwardContext
-from baltoro.model.linear import Factors, Linear, RMSNorm
+from baltoro.model.linear import Factors, Linear, RMSNorm, product
 from baltoro.model.merged import add_loras, merge_rows
 from baltoro.model.mlp import MLP, activation_of
 
@@ -65,12 +67,21 @@ class Router(nn.Module):
         return ids, weights
 
 
+MATRICES = ("w1", "w2", "w3")
+TILES = ("first_packed", "first_scale", "second_packed", "second_scale")  # as in `TiledExperts`
+
+
 class Experts(nn.Module):
-    """The stacked weights of all routed experts of a layer: w1 gate, w3 up [E, F, M], w2 down [E, M, F]."""
+    """The stacked weights of all routed experts of a layer: w1 gate, w3 up [E, F, M], w2 down [E, M, F].
+
+    Packed ones lie in the published order (`w1_packed`, `w1_scale`, ...) or in tiles (TILES): the names of the buffers
+    say which, so that bytes of one order are never loaded as the other.
+    """
 
     def __init__(self, config: K3Config, *, dtype: torch.dtype, device: str | torch.device) -> None:
         super().__init__()
-        self.is_packed = config.are_experts_packed
+        self.is_packed, self.is_tiled = config.are_experts_packed, False
+        self.width, self.inner = config.expert_width, config.expert_intermediate_size
         self.lora: dict[str, Factors] = {}  # by matrix; no part of the base's state_dict
         width, hidden, count = config.expert_width, config.expert_intermediate_size, config.num_experts
         for name, rows, columns in (("w1", hidden, width), ("w2", width, hidden), ("w3", hidden, width)):
@@ -86,16 +97,54 @@ class Experts(nn.Module):
     @torch.no_grad()
     def unpack(self, dtype: torch.dtype) -> None:
         """Keep the values that packed weights stand for, in `dtype`, instead of the packed ones."""
-        for name in ("w1", "w2", "w3") if self.is_packed else ():
-            dense = mxfp4.dequantise(getattr(self, f"{name}_packed"), getattr(self, f"{name}_scale"), dtype)
-            delattr(self, f"{name}_packed")
-            delattr(self, f"{name}_scale")
+        weights = self.weights()
+        for name in MATRICES if self.is_packed else ():
+            dense = getattr(weights, name).dense(slice(None), dtype)
             self.register_parameter(name, nn.Parameter(dense, requires_grad=False))
-        self.is_packed = False
+        self._drop()
+        self.is_packed = self.is_tiled = False
 
-    def weights(self) -> ExpertWeights:
+    @torch.no_grad()
+    def tile(self) -> str:
+        """Put packed weights into tiles; a copy of this layer's is held meanwhile. Returns "", or why they stay."""
+        weights = self.weights()
+        if isinstance(weights, TiledExperts):
+            return ""
+        if not self.is_packed:
+            return "dense"
+        if not fits_bf16(weights):
+            return "a scale is beyond what products of tiles take"
+        self._hold(permute_experts(weights))
+        return ""
+
+    def expect_tiles(self) -> None:
+        """Buffers for tiles in the place of the packed ones, without their bytes."""
+        packed: Tensor = self.get_buffer("w1_packed")
+        self._hold(empty(len(packed), self.width, self.inner, packed.device))
+
+    def published(self, name: str) -> Packed:
+        """w1, w2 or w3 of packed experts in the published order: a copy if they lie in tiles."""
+        matrix = getattr(self.weights(), name)
+        return matrix if isinstance(matrix, Packed) else published(matrix)
+
+    def weights(self) -> AnyExperts:
         """What the expert product takes."""
+        if self.is_tiled:
+            first, first_scale, second, second_scale = (self.get_buffer(name) for name in TILES)
+            return TiledExperts(first, first_scale, second, second_scale, self.width, self.inner)
         return ExpertWeights(w1=self._matrix("w1"), w3=self._matrix("w3"), w2=self._matrix("w2"))
+
+    def _hold(self, tiles: TiledExperts) -> None:
+        self._drop()
+        for name in TILES:
+            self.register_buffer(name, getattr(tiles, name))
+        self.is_tiled = True
+
+    def _drop(self) -> None:
+        """Forget packed weights."""
+        packed = TILES if self.is_tiled else [f"{name}_{part}" for name in MATRICES for part in ("packed", "scale")]
+        for name in packed if self.is_packed else ():
+            delattr(self, name)
 
     def delta(self, rows: AdapterRows | None) -> ExpertDelta | None:
         """The terms of adapters in this step; None if no row has any here."""
@@ -128,6 +177,7 @@ class MoE(nn.Module):
             if self.has_norm:
                 self.routed_expert_norm = RMSNorm(width, config.rms_norm_eps, dtype=dtype, device=device)
             self.routed_expert_up_proj = Linear(width, hidden, dtype=dtype, device=device)
+        self.is_forked = True
         self.has_shared = config.num_shared_experts > 0
         if self.has_shared:
             intermediate = config.num_shared_experts * config.expert_intermediate_size
@@ -140,13 +190,15 @@ class MoE(nn.Module):
 
     def forward(self, x: Tensor, ctx: ForwardContext) -> Tensor:
         rows = ctx.adapter_rows
-        logits, z, shared = self._project(x, ctx)
+        logits, z, branch = self._project(x, ctx)
+        # beside the routed experts, which wait for the choice and are bound by bytes
+        shared = None if branch is None else aside.start(branch, x.device) if self.is_forked else branch
         ids, weights = self.gate.choose(logits, ctx)
         delta, options = self.experts.delta(rows), {}
-        product = ctx.kernels.expert_product
+        routed = ctx.kernels.expert_product
         if delta is not None:
-            product, options = ctx.kernels.expert_product_lora, {"delta": delta}
-        y = product(
+            routed, options = ctx.kernels.expert_product_lora, {"delta": delta}
+        y = routed(
             z,
             ids,
             weights,
@@ -158,7 +210,7 @@ class MoE(nn.Module):
         )
         if self.has_latent:
             y = self._raise(y, ctx)
-        return y if shared is None else y + shared
+        return y if shared is None else y + shared()
 
     @property
     def _readers(self) -> list[Linear | Router]:
@@ -179,22 +231,22 @@ class MoE(nn.Module):
         raised: Tensor = up(self.routed_expert_norm(y) if self.has_norm else y, ctx.adapter_rows)
         return raised
 
-    def _project(self, x: Tensor, ctx: ForwardContext) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Router logits, the routed experts' input, the shared experts' output (None without any)."""
+    def _project(self, x: Tensor, ctx: ForwardContext) -> tuple[Tensor, Tensor, Callable[[], Tensor] | None]:
+        """Router logits, the routed experts' input, what makes the shared experts' output (None without any)."""
         rows = ctx.adapter_rows
         if self._merged is None:
             z = self.routed_expert_down_proj(x, rows) if self.has_latent else x
-            return self.gate(x), z, self.shared_experts(x, rows) if self.has_shared else None
+            return self.gate(x), z, partial(self.shared_experts, x, rows) if self.has_shared else None
         readers = self._readers
         sizes = [reader.weight.shape[0] for reader in readers]
         if acc_dtype(x.dtype) == x.dtype:
-            merged = add_loras(F.linear(x, self._merged), readers, x, rows)
+            merged = add_loras(product(x, self._merged), readers, x, rows)
             logits, *parts = torch.split(merged, sizes, dim=-1)
         else:
             logits, rest = ctx.kernels.router_linear(x, self._merged, sizes[0])
             parts = list(torch.split(add_loras(rest, readers[1:], x, rows), sizes[1:], dim=-1))
         z = parts.pop(0) if self.has_latent else x
-        return logits, z, self.shared_experts.finish(parts[0], parts[1], rows) if self.has_shared else None
+        return logits, z, partial(self.shared_experts.finish, parts[0], parts[1], rows) if self.has_shared else None
 
 
 def _for_kernels(factors: Factors) -> ExpertFactors:

@@ -67,7 +67,7 @@ class MTPLayer(DecoderLayer):
         if ctx.cache is not None:
             raise ShapeError("an MTP layer has no rows in the cache: give it a context without one")
         stream = self(Stream(self.enter(ctx, hidden, next_tokens, step=step)), ctx)
-        out: Tensor = stream.prefix
+        out: Tensor = stream.settled().prefix
         return self.shared_head(out if ctx.logit_rows is None else out[ctx.logit_rows]), out
 
     def enter(self, ctx: ForwardContext, hidden: Tensor, next_tokens: Tensor, *, step: int = 0) -> Tensor:

@@ -14,6 +14,7 @@ import torch
 from baltoro.model.config import K3Config
 from baltoro.model.decoder import K3Model
 from baltoro.model.mapped import model_on
+from baltoro.model.moe import TILES
 from baltoro.transfer.device_base import DeviceBase, Sharing, open_device_base
 from baltoro.transfer.shared_base import SharedBase, open_base
 from baltoro.transfer.tensors import views_of
@@ -41,6 +42,6 @@ def open_model(
     else:
         base = open_device_base(path, digest, sharing)
         tensors = base.views()
-    is_packed = any(name.endswith("experts.w1_packed") for name in tensors)
+    is_packed = any(name.endswith(("experts.w1_packed", f"experts.{TILES[0]}")) for name in tensors)
     model = model_on(config.with_(are_experts_packed=is_packed), tensors, dtype, device)
     return model.merge(may_copy=False), base

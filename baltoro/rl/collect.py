@@ -5,8 +5,8 @@ Requests go out while the throttle allows, oldest trajectory first; a turn that 
 the world said; an attempt at its end is judged. What fails for reasons of ours (engine, sandbox, judge) is tried again
 from where it stands, then excluded from its group, never scored 0.
 Invariants: a trajectory's budget is over all its turns and rounds; a wait without news ends with an error that names
-who is missing; when a round ends with requests under way, they are ended (reprefill) or sleep (carry), and every token
-that came before is kept.
+who is missing; when a round ends with requests under way, they are ended (reprefill) or sleep (carry: the engine keeps
+their KV and state in its host tier), and every token that came before is kept, also what they say between two rounds.
 With `judge_threads` 0 everything happens in the loop, in the order of the deltas: then an in-process engine repeats.
 Source: spec/training.md B.2 (17, 18, 24), C.3.
 """
@@ -42,7 +42,7 @@ LOOK_EVERY = 16  # polls, while nothing waits to be sent: a look costs the engin
 class RoundRecord:
     """What a round was like. Single writer: the collector.
 
-    occupancy  mean share of the allowed rows that were running, over the looks at the engine
+    occupancy  mean share of the allowed rows that were busy, over the polls (of an engine in this process: its steps)
     """
 
     seconds: float = 0.0
@@ -97,7 +97,9 @@ class Collector:
         self._threads = ThreadPoolExecutor(config.judge_threads) if config.judge_threads else None
         self.throttle: Throttle | None = None
         self._count = self._num_ended = self._polls = 0
+        self._max_rows = 1
         self._scores: list[Score] = []
+        self.early: list[TokenDelta] = []  # of carried requests, heard by others between two rounds
         self.record = RoundRecord()
 
     # ---- a round -------------------------------------------------------------------------------------------------
@@ -105,13 +107,17 @@ class Collector:
         """A round under `version` with new groups (number, task). Errors: WorkerLost, TransferError of the policy;
         InvariantError where nothing happens for `stall_s`."""
         began = time.monotonic()
-        self.record, self._scores, self._polls = RoundRecord(), [], 0
+        self.record, self._scores, self._polls = RoundRecord(), [], -1  # the first poll looks
         trajectories = [t for number, drawn in fresh for t in self._begin(number, drawn, group_size)]
         for order in self.book.begin(version, trajectories):
             self._take(order)
+        early, self.early = self.early, []
+        self._hear(early)
         last_news = began
         while not self.book.is_over():
             self._send()
+            self.record.looks += 1
+            self.record.rows += min(1.0, len(self._by_request) / self._max_rows)
             news = self._hear(self.policy.poll(0.0 if self._has_verdicts() else POLL_S)) + self._settle()
             now = time.monotonic()
             last_news = now if news else last_news
@@ -170,8 +176,7 @@ class Collector:
         self._num_ended = 0
         self.record.cap = self.throttle.cap
         self.record.retractions = now.retractions
-        self.record.looks += 1
-        self.record.rows += min(1.0, now.active / max(1, min(now.max_running, self.throttle.cap)))
+        self._max_rows = max(1, min(now.max_running, self.throttle.cap))
         for _ in range(min(send_now(self.throttle, now), len(self._waiting))):
             self._submit(self._waiting.popleft())
         for request in list(self._by_request)[len(self._by_request) - self.throttle.pause :]:
@@ -303,6 +308,7 @@ class Collector:
         paused = self.book.stop()
         for key in paused:
             self._live[key].is_carried = is_carrying and self._live[key].request in self._by_request
+        self.book.forget_states(key for key in paused if not self._live[key].is_carried)
         self.record.paused = len(paused)
 
     def _drain(self, running: dict[str, Key]) -> None:

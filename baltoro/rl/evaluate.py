@@ -15,6 +15,7 @@ from statistics import fmean, stdev
 
 from baltoro.envs.base import Score
 from baltoro.errors import InvariantError
+from baltoro.protocol.completion import TokenDelta
 from baltoro.protocol.sampling import FinishReason, SamplingParams
 from baltoro.protocol.worker import Submit
 from baltoro.rl.collect import POLL_S, end_turn, seed_of
@@ -54,9 +55,20 @@ class _One:
 
 
 def evaluate(
-    policy: Policy, tasks: Sequence[Drawn], talk: Talk, *, draws: int, max_tokens: int, seed: int, most: int
+    policy: Policy,
+    tasks: Sequence[Drawn],
+    talk: Talk,
+    *,
+    draws: int,
+    max_tokens: int,
+    seed: int,
+    most: int,
+    others: list[TokenDelta] | None = None,
 ) -> EvalRecord:
-    """`most`: attempts at once. Errors: InvariantError where the engine falls silent, or nothing was judged."""
+    """`most`: attempts at once; `others` gets what requests of somebody else say meanwhile.
+
+    Errors: InvariantError where the engine falls silent, or nothing was judged.
+    """
     if not tasks:
         raise InvariantError("there is no held-out task: nothing would be evaluated")
     ones = []
@@ -66,7 +78,7 @@ def evaluate(
             attempt = Attempt(drawn, talk, prompt)
             ones.append(_One(attempt, (number, index), attempt.prompt, max_tokens))
     try:
-        _run(policy, ones, seed=seed, most=most)
+        _run(policy, ones, seed=seed, most=most, others=[] if others is None else others)
     finally:
         for one in ones:
             one.attempt.close()
@@ -85,7 +97,7 @@ def evaluate(
     return EvalRecord(policy.version, len(tasks), draws, fmean(sampled), half, fmean(greedy), length, failed)
 
 
-def _run(policy: Policy, ones: Sequence[_One], *, seed: int, most: int) -> None:
+def _run(policy: Policy, ones: Sequence[_One], *, seed: int, most: int, others: list[TokenDelta]) -> None:
     """All attempts to their end."""
     waiting, running, silent, count = list(reversed(ones)), dict[str, _One](), 0, 0
     while waiting or running:
@@ -95,7 +107,9 @@ def _run(policy: Policy, ones: Sequence[_One], *, seed: int, most: int) -> None:
             count += 1
             running[name] = one
             policy.submit(Submit(request_id=name, token_ids=one.ids, params=_params(one, seed)))
-        deltas = [delta for delta in policy.poll(POLL_S) if delta.request_id in running]
+        told = policy.poll(POLL_S)
+        deltas = [delta for delta in told if delta.request_id in running]
+        others += [delta for delta in told if delta.request_id not in running]
         silent = 0 if deltas else silent + 1
         if silent > SILENT_POLLS:
             raise InvariantError(f"no news of {len(running)} held-out attempts: {sorted(running)[:5]}")

@@ -34,13 +34,14 @@ DUMP_FORMAT = 1
 
 
 class Dump(msgspec.Struct, frozen=True, kw_only=True):
-    """Groups of one step, as they were trained on at `version`, with their tasks."""
+    """Groups of one step, as they were trained on at `version`, with their tasks, and b0 of those that have one."""
 
     format: int = DUMP_FORMAT
     step: int
     version: int
     groups: tuple[Group, ...]
     tasks: dict[str, Task]
+    b0: dict[str, float] = {}
 
 
 def write_dump(out: Path, found: Dump) -> Path:

@@ -65,8 +65,11 @@ def run(
         samples = samples_of(parts, groups)
         dumped = log.tasks_of(groups, {name: one.task for name, one in parts.tasks.items()})
         if config.save.has_rollouts:
-            step = parts.step + 1
-            log.write_dump(out, log.Dump(step=step, version=parts.version, groups=tuple(groups), tasks=dumped))
+            b0 = {name: parts.b0[name] for name in dumped if name in parts.b0}
+            log.write_dump(
+                out,
+                log.Dump(step=parts.step + 1, version=parts.version, groups=tuple(groups), tasks=dumped, b0=b0),
+            )
         line = log.rollout_line(samples, parts.collector.record) | train(parts, samples)
         if parts.canary is None:
             parts.pin(groups)
@@ -124,6 +127,7 @@ def samples_of(parts: Parts, groups: Sequence[Group]) -> StepSamples:
         max_tokens=config.partial.max_tokens,
         version=parts.version,
         b0=parts.b0,
+        is_carried=config.partial.resume == "carry",
         random_rewards=config.seed if config.reward == "random" else None,
     )
 
@@ -164,6 +168,7 @@ def measure(parts: Parts, clock: Clock) -> EvalRecord:
         max_tokens=config.partial.max_tokens,
         seed=config.seed,
         most=parts.policy.pressure().max_running,
+        others=parts.collector.early,
     )
     clock.eval_s = time.monotonic() - began
     return found

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 
+from baltoro.chat.messages import EFFORTS
 from baltoro.engine.config import EngineConfig
 from baltoro.engine.planner import resolve_dtype
 from baltoro.errors import ConfigError
@@ -18,6 +19,7 @@ from baltoro.model.config import K3Config
 from baltoro.model.sizes import measure
 from baltoro.rl.config import Choice, resolved
 from baltoro.rl.recipe import RLConfig
+from baltoro.rl.tasks import GYM, make_family
 from baltoro.trainer.policy_step import wants_site
 
 SAVED_ROWS = 40  # activations of about so many widths are kept a layer and token: KDA, MLA, MLP and norms; an estimate
@@ -89,6 +91,16 @@ def refuse(config: RLConfig, model: K3Config, engine: EngineConfig) -> None:
         budget < rows,
         f"partial.max_tokens {budget} and a prompt do not fit into optim.micro_tokens {rows}: raise the latter",
     )
+    for one in config.tasks:
+        if not one.family.startswith(GYM):  # which needs its extra, and judges, to be made
+            make_family(one)
+    unknown = sorted(set(config.rollout.efforts) - set(EFFORTS))
+    need(not unknown, f"rollout.efforts {unknown} are not known; use some of {', '.join(EFFORTS)}")
+    buffer = config.shaping.overlong_buffer
+    need(
+        buffer is None or buffer < budget,
+        f"shaping.overlong_buffer {buffer} must be below partial.max_tokens {budget}, or every answer is too long",
+    )
     limit = model.max_position_embeddings
     need(budget < limit, f"partial.max_tokens {budget} is over what the model was made for, {limit}")
     if engine.max_context != "auto":
@@ -106,6 +118,11 @@ def refuse(config: RLConfig, model: K3Config, engine: EngineConfig) -> None:
     need(
         config.partial.resume == "reprefill" or config.engine.place == "process",
         "partial.resume carry needs engine.place process: the inline engine cannot change a running request's version",
+    )
+    need(
+        config.partial.resume == "reprefill" or engine.retract_to == "host",
+        "partial.resume carry needs engine.options.retract_to host and host_cache_bytes: between two rounds "
+        "the engine gives its pool back, and what is not copied is computed anew, as with reprefill",
     )
     need(
         config.partial.share == 1.0 or config.partial.max_staleness >= 1,

@@ -42,9 +42,10 @@ def replay(
             found.groups,
             config.advantages,
             config.shaping_at(found.step - 1),
-            # b0 belongs to the run's checkpoint; a dump's groups are shaped without it
             max_tokens=config.partial.max_tokens,
             version=found.version,
+            b0=found.b0,
+            is_carried=config.partial.resume == "carry",
             random_rewards=config.seed if config.reward == "random" else None,
         )
         record = trainer.step(samples.samples)

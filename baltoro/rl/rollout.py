@@ -11,8 +11,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from baltoro.chat.events import ReasoningWasContent, collect
 from baltoro.chat.messages import normalise
-from baltoro.chat.parser import StreamParser, parse
+from baltoro.chat.parser import StreamParser
 from baltoro.chat.segments import encode_segments
 from baltoro.chat.tokenizer import Tokenizer
 from baltoro.chat.xtml import Options, render, segments
@@ -47,9 +48,11 @@ class Talk:
         return tuple(encode_segments(parts, self.tokenizer))
 
     def reply(self, ids: tuple[int, ...], finish: FinishReason, *, has_tools: bool, num_calls: int) -> Reply:
-        """What the policy said in one turn."""
-        parsed = parse(ids, self.tokenizer, thinking=self.thinking, has_tools=has_tools, start_index=num_calls)
-        return reply_of(parsed, finish)
+        """What the policy said in one turn. Thoughts that end with the response's marker and none of their own stay
+        thoughts here, and earn nothing; a server shows them as the answer, but a reward would teach that form."""
+        parser = StreamParser(self.tokenizer, thinking=self.thinking, has_tools=has_tools, start_index=num_calls)
+        events = [*parser.push(ids), *parser.finish()]
+        return reply_of(collect([one for one in events if not isinstance(one, ReasoningWasContent)]), finish)
 
 
 class Attempt:

@@ -65,9 +65,11 @@ def make_samples(
     version: int,
     b0: Mapping[str, float] | None = None,
     random_rewards: int | None = None,
+    is_carried: bool = False,
 ) -> StepSamples:
     """`version`: of the policy that is about to train. `random_rewards`: a seed, for the control whose rewards are
-    drawn, not judged."""
+    drawn, not judged. `is_carried`: what goes on does so with the KV and state of older versions, which no forward can
+    compute again, so its newest tokens say nothing about the drift between engine and trainer."""
     samples: list[PolicySample] = []
     found: list[GroupAdvantages] = []
     rewards: list[float] = []
@@ -82,7 +84,7 @@ def make_samples(
         rewards += [value for value in values if value is not None]
         found.append(group_advantages(values, advantage))
         for trajectory, value, is_counted in zip(group.members, found[-1].values, found[-1].is_counted, strict=True):
-            samples.append(_sample(trajectory, value, is_counted, version))
+            samples.append(_sample(trajectory, value, is_counted, version, is_carried))
     members = [t for group in groups for t in group.members]
     judged = [t for t in members if t.status == "complete" and t.score is not None]
     return StepSamples(
@@ -101,10 +103,11 @@ def make_samples(
     )
 
 
-def _sample(trajectory: Trajectory, advantage: float, is_counted: bool, version: int) -> PolicySample:
+def _sample(trajectory: Trajectory, advantage: float, is_counted: bool, version: int, is_carried: bool) -> PolicySample:
     counted = trajectory.mask if is_counted else (False,) * len(trajectory.tokens)
     tokens = trajectory.prompt + trajectory.tokens
-    is_fresh = tuple(one == version for one in trajectory.versions)
+    is_hybrid = is_carried and trajectory.staleness(version) > 0
+    is_fresh = tuple(one == version and not is_hybrid for one in trajectory.versions)
     return PolicySample(tokens, len(trajectory.prompt), counted, trajectory.logprobs, advantage, is_fresh)
 
 

@@ -4,7 +4,7 @@
 #     rl_tiny.sh SECONDS [seeds, default 1 2 3]          e.g. rl_tiny.sh 560 1 2 3
 #     rl_tiny.sh SECONDS SEED:KEY=VALUE,KEY=VALUE ...    the same with other settings beside each other, to choose
 #
-# Seeds go round the GPUs (GPUS, default all). Each ends by itself with an evaluation, a checkpoint and its plots; a
+# Seeds go round the GPUs (GPUS, default all, from FIRST_GPU on). Each ends by itself with an evaluation, a checkpoint and its plots; a
 # second call on the same machine goes on where the first one stopped. RL_ARGS: more arguments of `baltoro rl`, for all.
 # Left in $OUT, five files at most: rl-metrics.gz (all lines of all seeds), rl-tiny.json and .png, adapter.tar.gz (of the
 # seed that ended highest), rl-logs.txt.
@@ -40,7 +40,7 @@ for item in $seeds; do
   case "$item" in *:*) changes="$changes $(echo ",${item#*:}" | sed 's/,/ --set /g')" ;; esac
   mkdir -p "$folder"
   device=""
-  [ "$gpus" -gt 0 ] && device="CUDA_VISIBLE_DEVICES=$((place % gpus))"
+  [ "$gpus" -gt 0 ] && device="CUDA_VISIBLE_DEVICES=$((place % gpus + ${FIRST_GPU:-0}))"
   # shellcheck disable=SC2086 (words are meant)
   env $device timeout $((left + 60)) "$python" -m baltoro rl "$recipe" $changes --out "$folder" \
     --export "$folder/adapter" --stop-after "$left" --resume ${RL_ARGS:-} > "$folder/log.txt" 2>&1 &

@@ -6,9 +6,10 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from baltoro.bench.kernels import MODULES, measure, present
+from baltoro.bench.kernels import MODULES, kda, measure, present
+from baltoro.bench.kernels.kda_beside import beside
 from baltoro.bench.kernels.moe import resident_experts
-from baltoro.bench.kernels.timing import Ceilings, Figure
+from baltoro.bench.kernels.timing import Ceilings, Figure, add_peer
 from baltoro.cli import app
 from baltoro.errors import ConfigError
 from baltoro.kernels.moe.products import Packed
@@ -30,6 +31,17 @@ def test_the_floor_is_the_longer_of_bytes_and_operations() -> None:
     assert here.floor_us(4e6) == pytest.approx(1.0)
     assert here.floor_us(4e6, flops=1.6e9) == pytest.approx(2.0)
     assert Figure("x", 3.0, 2.0, None, {}).over_floor == 1.5
+
+
+def test_peers_stand_beside_ours_and_one_that_fails_leaves_no_figure() -> None:
+    rows = [kda.Figure("op", "baltoro", 2e-6, 1e-6, "a"), kda.Figure("op", "fla", 5e-6, 0.0, "plain")]
+    assert list(beside(rows, with_peers=True)) == [Figure("op", 2.0, 1.0, None, {"fla, plain": 5.0})]
+    assert next(iter(beside(rows, with_peers=False))).peers == {}
+    peers: dict[str, float] = {}
+    add_peer(peers, "good", lambda: 3.0)
+    with pytest.warns(UserWarning, match="bad did not run: ZeroDivisionError"):
+        add_peer(peers, "bad", lambda: 1 / 0)
+    assert peers == {"good": 3.0}
 
 
 def test_resident_experts_have_the_shapes_of_a_layer() -> None:

@@ -9,7 +9,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from baltoro.cli import app
-from baltoro.cli.rl import cells, make_table
+from baltoro.cli.rl import COLUMNS, cells, make_table
 from baltoro.config import load_config
 from baltoro.errors import ConfigError
 from baltoro.rl.recipe import RLConfig
@@ -53,7 +53,31 @@ def test_the_table_has_a_row_for_each_step(tmp_path: Path) -> None:
     console = Console(record=True, width=100, file=(tmp_path / "out").open("w"))
     console.print(make_table([{"step": 0, "version": 3}, LINE], config))
     text = console.export_text()
-    assert "4 of 30 steps" in text and "52.0%" in text and "x40" in text and "1.0e-13" in text
+    assert "4 of 30 steps" in text and "52%" in text and "x40" in text and "1.0e-13" in text
+
+
+def test_the_table_fits_into_80_columns(tmp_path: Path) -> None:
+    widest = {
+        **LINE,
+        "step": 1000,
+        "reward": -0.123,
+        "eval": {"sampled": 1.0, "greedy": 1.0},
+        "adapter_norm": 12.3,
+        "length_mean": 1234.5,
+        "zero_std": 1.0,
+        "clip_low": 0.2,
+        "step_s": 117.9,
+        "canary": {"ratio": 1.0, "own_effect": 0.1},
+    }
+    console = Console(record=True, width=80, file=(tmp_path / "out").open("w"))
+    console.print(make_table([LINE, widest], load_config(RLConfig, RECIPE)))
+    text = console.export_text()
+    assert "…" not in text and all(word in text for word in (*COLUMNS, *cells(widest, 3.0), *cells(LINE, 3.0)))
+
+
+def test_every_column_is_explained() -> None:
+    page = (ROOT / "docs" / "rl.md").read_text()
+    assert all(f"| `{name}` |" in page for name in COLUMNS)
 
 
 def test_a_canary_that_proves_nothing_says_so() -> None:

@@ -46,9 +46,11 @@ PAD = 126
 
 
 @cache
-def model_of(name: str, dtype: torch.dtype) -> K3Model:
+def model_of(name: str, dtype: torch.dtype, device: str = "cpu") -> K3Model:
+    """On a GPU merged, as an engine there has it. The same draws whatever the dtype."""
     config = tiny_k3() if name == "k3" else tiny_kimi_linear()
-    return new_model(config, dtype=dtype, seed=3, std=STD, decay="slow")
+    model = new_model(config, dtype=dtype, seed=3, std=STD, decay="slow", device=device)
+    return model if device == "cpu" else model.merge()
 
 
 @cache
@@ -215,12 +217,12 @@ def options_of(cell: Cell, name: str, dtype: torch.dtype, folder: Path) -> dict[
 
 def make_engine(name: str, dtype: torch.dtype, options: dict[str, Any]) -> Engine:
     config = EngineConfig(dtype=str(dtype).removeprefix("torch."), **options)
-    return Engine(model_of(name, dtype), config, eos_ids=())
+    return Engine(model_of(name, dtype, config.device), config, eos_ids=())
 
 
-def serve(cell: Cell, name: str, dtype: torch.dtype, folder: Path) -> Report:
-    """The whole conversation through one engine, audited after each step."""
-    engine, report = make_engine(name, dtype, options_of(cell, name, dtype, folder)), Report()
+def serve(cell: Cell, name: str, dtype: torch.dtype, folder: Path, **others: Any) -> Report:
+    """The whole conversation through one engine, audited after each step. `others`: options beside the cell's."""
+    engine, report = make_engine(name, dtype, options_of(cell, name, dtype, folder) | others), Report()
     answers: dict[str, tuple[int, ...]] = {}
     seen: list[tuple[object, ...]] = []
     for stage in conversation(cell, answers, has_pictures=name == "k3"):

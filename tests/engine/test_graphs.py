@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from baltoro.engine.batch import num_pages
 from baltoro.engine.config import EngineConfig
 from baltoro.engine.engine import Engine
 from baltoro.engine.graphs import DecodeGraphs, Step, padded_sizes
@@ -109,10 +110,13 @@ def test_padding_goes_to_the_sinks_and_sees_one_key(monkeypatch: pytest.MonkeyPa
     assert graphs is not None
     fill = DecodeGraphs._fill
 
-    def watch(self: DecodeGraphs, spans: Any, tokens: Tensor) -> None:
-        fill(self, spans, tokens)
+    def watch(self: DecodeGraphs, spans: Any) -> None:
+        fill(self, spans)
         count = len(spans)
-        assert self._rows[:, count:].tolist() == [[0] * (5 - count)] * 3 + [[1] * (5 - count)] + [[0] * (5 - count)]
+        assert self._rows[:, count:].tolist() == [[row] * (5 - count) for row in (0, 0, 0, 1, -1, 0)]
+        for row, span in zip(self._table.tolist(), spans, strict=False):
+            used = num_pages(span, 4)
+            assert row == [*span.pages[:used].tolist(), *[0] * (20 - used)]
         assert not self._table[count:].any()
         assert self._rows[3, :count].tolist() == [span.end for span in spans]
         assert self._rows[1, :count].tolist() == [span.slot for span in spans] and self._rows[1, :count].all()

@@ -6,7 +6,7 @@ import json
 import signal
 import subprocess
 import sys
-import time
+from contextlib import suppress
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -14,14 +14,18 @@ from typing import Any
 import pytest
 import torch
 
-from baltoro.errors import ConfigError
+from baltoro.config import load_config
+from baltoro.errors import ConfigError, InvariantError
+from baltoro.rl.checkpoint import load
 from baltoro.rl.log import read_dumps, read_log
 from baltoro.rl.loop import run
 from baltoro.rl.parts import open_parts
 from baltoro.rl.plot import plot_run
+from baltoro.rl.recipe import RLConfig
 from baltoro.rl.replay import replay, rescore
 from tests.contract.tree import ROOT
 from tests.rl.runs import Brief, recipe
+from tests.rl.test_drift import Deaf
 
 TIMES = {"rollout_s", "train_s", "publish_s", "sleep_s", "wake_s", "step_s", "eval_s"}
 
@@ -117,6 +121,22 @@ def test_an_effort_budget_is_measured_first_and_costs_who_is_over_it(tiny_folder
     assert lines[2]["rules"] == {} and lines[2]["reward"] == lines[2]["score"]
     tasks = [set(dump.tasks) for dump in read_dumps(tmp_path)]
     assert tasks[0] == tasks[1] and len(tasks[0]) == 2
+    again = replay(recipe(tiny_folder, **changes), read_dumps(tmp_path))
+    for key in ("rules", "reward"):
+        assert [line[key] for line in again] == [line[key] for line in lines[1:]], "a replay has the budgets of the run"
+
+
+def test_a_step_in_which_nothing_counts_is_skipped_and_said(tiny_folder: Path, tmp_path: Path) -> None:
+    family = Brief(failures=tuple(f"train {number}" for number in range(7)))
+    parts = open_parts(recipe(tiny_folder, steps=2), families=[family])
+    try:
+        run(parts, tmp_path)
+    finally:
+        parts.close()
+    lines = read_log(tmp_path)[1:]
+    assert [line["skipped"] for line in lines] == [True, True] and {line["version"] for line in lines} == {3}
+    assert all(line["reasons"] == {"failed": 8} and line["score"] is None for line in lines)
+    assert all(line["adapter_norm"] == 0.0 and "sync" not in line for line in lines)
 
 
 @pytest.mark.slow
@@ -136,6 +156,33 @@ def test_a_control_does_not_rise(tiny_folder: Path, tmp_path: Path, changes: dic
         assert lines[-1]["adapter_norm"] == 0.0 and lines[-1]["version"] == lines[0]["version"] + LEARNING["steps"]
 
 
+@pytest.mark.parametrize(
+    ("checks", "caught_by", "last_step"),
+    [
+        ({}, "start-up test: the engine is .* it ignores the adapter", None),
+        ({"has_start_test": False}, "canary by .* does not use the adapter", 0),
+        ({"has_start_test": False, "canary_floor": 1e9}, "k3 between engine and trainer", 1),
+    ],
+    ids=("start-up test", "canary", "drift"),
+)
+def test_an_engine_that_ignores_the_adapter_is_caught_three_times(
+    tiny_folder: Path, tmp_path: Path, checks: dict[str, Any], caught_by: str, last_step: int | None
+) -> None:
+    """Before the first step; without that test after the first step; without both in the second."""
+    parts = open_parts(recipe(tiny_folder, checks=checks, optim={"lr": 2e-2}), families=[Brief()])
+    parts.policy.__class__ = Deaf
+    try:
+        with pytest.raises(InvariantError, match=caught_by):
+            run(parts, tmp_path)
+    finally:
+        parts.close()
+    assert [line["step"] for line in log_of(tmp_path)] == ([] if last_step is None else list(range(last_step + 1)))
+
+
+def log_of(out: Path) -> list[dict[str, Any]]:
+    return read_log(out) if (out / "metrics.jsonl").read_text() else []
+
+
 LEARNING: dict[str, Any] = {
     "steps": 10,
     "rollout": {"groups": 4, "group_size": 8},
@@ -144,36 +191,74 @@ LEARNING: dict[str, Any] = {
     "eval": {"every_steps": 100, "tasks": 4, "draws": 4},
 }
 
-KILLED = """
-import os, signal, sys
-from pathlib import Path
-from baltoro.rl.loop import run
-from baltoro.rl.parts import open_parts
-from tests.rl.runs import Brief, recipe
-
-folder, out, resume, last = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3] == "resume", int(sys.argv[4])
-config = recipe(folder, steps=5, partial={"share": 0.6, "max_tokens": 24}, save={"every_steps": 2})
-def listener(line):
-    if line["step"] == last:
-        os.kill(os.getpid(), signal.SIGKILL)
-parts = open_parts(config, families=[Brief()])
-run(parts, out, resume=resume, listener=listener)
+PARTIAL = """
+name = "killed"
+model = "{folder}"
+steps = 5
+threads = 1
+is_deterministic = true
+reward = "random"  # the model of the tests is never right: what counts here is that there is something to learn
+[[tasks]]
+family = "arithmetic"
+[rollout]
+groups = 2
+group_size = 4
+thinking = false
+[partial]
+share = 0.6
+max_tokens = 24
+[adapter]
+rank = 3
+[optim]
+lr = 5e-3
+micro_tokens = 512
+[engine]
+place = "inline"
+[engine.options]
+max_running = 16
+memory_bytes = 8388608
+[eval]
+every_steps = 100
+tasks = 2
+draws = 1
+[checks]
+perturbation = 0.3
+max_k3 = 1e-6
+[save]
+every_steps = 2
+keep = 3
 """
 
 
-def child(*arguments: object) -> int:
-    command = [sys.executable, "-c", KILLED, *map(str, arguments)]
-    return subprocess.run(command, cwd=ROOT, timeout=200, check=False).returncode
+def verb(recipe_file: Path, out: Path, *more: str) -> subprocess.Popen[bytes]:
+    """`baltoro rl` in a process of its own."""
+    command = [sys.executable, "-m", "baltoro", "rl", str(recipe_file), "--out", str(out), *more]
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL)
+
+
+def num_lines(out: Path) -> int:
+    path = out / "metrics.jsonl"
+    return path.read_text().count("\n") if path.exists() else 0
 
 
 @pytest.mark.slow
 def test_a_killed_run_goes_on_with_the_same_tokens_and_losses(tiny_folder: Path, tmp_path: Path) -> None:
-    whole, cut = tmp_path / "whole", tmp_path / "cut"
-    assert child(tiny_folder, whole, "new", -1) == 0
-    assert child(tiny_folder, cut, "new", 3) == -signal.SIGKILL
-    assert len(read_log(cut)) == 4  # step 3 is in the log, and in no checkpoint
-    assert child(tiny_folder, cut, "resume", -1) == 0
+    """SIGKILL from outside, after a checkpoint that holds trajectories in the middle of their answers."""
+    file, whole, cut = tmp_path / "recipe.toml", tmp_path / "whole", tmp_path / "cut"
+    file.write_text(PARTIAL.format(folder=tiny_folder))
+    assert verb(file, whole).wait(200) == 0
+    with verb(file, cut) as running:
+        while num_lines(cut) < 4:  # step 3 is in the log, and in no checkpoint
+            assert running.poll() is None
+            with suppress(subprocess.TimeoutExpired):
+                running.wait(0.01)
+        running.kill()
+    assert running.returncode == -signal.SIGKILL
+    saved = load(cut / "checkpoints" / "step-00000002.pt", load_config(RLConfig, file)).pending.book.trajectories
+    assert any(t.status == "paused" and t.tokens for t in saved), "nothing was pending: the test would show nothing"
+    assert verb(file, cut, "--resume").wait(200) == 0
     assert json.dumps(lines_of(cut)) == json.dumps(lines_of(whole))
+    assert any(line.get("loss") for line in lines_of(whole))
     for one, two in zip(read_dumps(whole), read_dumps(cut), strict=True):
         assert one == two
     assert any(t.sampled_versions[1:] for d in read_dumps(whole) for g in d.groups for t in g.members)

@@ -16,6 +16,8 @@ from baltoro.rl.sync import export
 from baltoro.trainer.policy_step import first_adapter
 from tests.rl.runs import MODEL, recipe
 
+IN_PROCESS = {"is_deterministic": False, "engine": {"place": "process"}}
+
 
 def plan_of(config: RLConfig):  # type: ignore[no-untyped-def]
     return make_plan(config, MODEL, engine_config(config))
@@ -42,10 +44,15 @@ def test_bytes_of_a_publication_are_those_that_are_sent() -> None:
         ({"engine": {"sleeps": True}}, "engine.sleeps"),
         ({"engine": {"options": {"device": "cuda"}}}, "engine.place"),
         ({"partial": {"resume": "carry"}}, "engine.place process"),
+        ({**IN_PROCESS, "partial": {"resume": "carry"}}, "retract_to host"),
         ({"partial": {"share": 0.5, "max_staleness": 0}}, "max_staleness"),
         ({"partial": {"max_tokens": 4096}, "optim": {"micro_tokens": 9000}}, "max_tokens 4096"),
         ({"rollout": {"judge_threads": 2}}, "is_deterministic"),
         ({"shaping": {"tau": 2.0}, "rollout": {"pool": 4}}, "shaping.counted"),
+        ({"shaping": {"overlong_buffer": 12}}, "overlong_buffer 12"),
+        ({"rollout": {"thinking": True, "efforts": ["hihg"]}}, "rollout.efforts"),
+        ({"tasks": [{"family": "arithmetics"}]}, "tasks.family"),
+        ({"tasks": [{"family": "arithmetic", "options": {"lo": 3}}]}, "tasks.options.lo"),
     ],
 )
 def test_what_cannot_work_is_refused_with_its_key(changes: dict[str, Any], key: str) -> None:
@@ -65,6 +72,18 @@ def test_what_cannot_work_is_refused_with_its_key(changes: dict[str, Any], key: 
         ({"tau_stages": [{"until": 0.5, "tau": 2.0}]}, "rollout.pool"),
         ({"steps": 0}, "steps"),
         ({"tasks": []}, "tasks"),
+        ({"tasks": [{"family": "arithmetic", "share": 0.0}]}, "tasks.share"),
+        ({"rollout": {"groups": 0}}, "rollout.groups"),
+        ({"rollout": {"retries": -1}}, "rollout.retries"),
+        ({"rollout": {"pool": 0}}, "rollout.pool"),
+        ({"adapter": {"rank": 0}}, "adapter.rank"),
+        ({"optim": {"micro_tokens": 1}}, "optim.micro_tokens"),
+        ({"optim": {"lr": -1.0}}, "optim.lr"),
+        ({"optim": {"betas": [0.9]}}, "optim.betas"),
+        ({"eval": {"tasks": 0}}, "eval.tasks"),
+        ({"save": {"keep": 0}}, "save.keep"),
+        ({"rollout": {"pool": 2}, "tau_stages": [{"until": 0.5, "tau": 2.0}]}, "tau_stages.until"),
+        ({"rollout": {"pool": 2}, "tau_stages": [{"until": 1.0, "tau": 0.0}]}, "tau_stages.tau"),
     ],
 )
 def test_a_recipe_that_cannot_be_meant_is_refused(changes: dict[str, Any], key: str) -> None:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
 from baltoro.chat.messages import normalise
 from baltoro.chat.segments import encode_segments
-from baltoro.chat.tokenizer import Tokenizer
+from baltoro.chat.tokenizer import CLOSE, OPEN, SEP, Tokenizer
 from baltoro.chat.xtml import completion_segments, render
 from baltoro.envs.base import Task
+from baltoro.envs.rewards import SingleTurn
 from baltoro.envs.tasks.calculator import TOOL, CalculatorEnv
 from baltoro.rl.rollout import Attempt, Talk, decoded, turns
 from baltoro.rl.tasks import Drawn
@@ -104,6 +106,47 @@ def test_a_reply_that_was_cut_off_earns_nothing(talk: Talk) -> None:
     attempt.hear_policy(said(ANSWER, talk)[:-4])
     assert attempt.step("length") is None
     assert attempt.judge().reason == "truncated"
+
+
+@pytest.mark.parametrize(
+    ("text", "reason", "answer"),
+    [
+        ("It is 5.<close>think<sep><open>response<sep>5<close>response<sep>", "right", "5"),
+        ("It is 5.<close>response<sep>", "wrong_channel", "5"),
+        ("It is 6.<close>response<sep>", "no_answer", None),
+        ("It is 5.", "wrong_channel", "5"),
+        ("It is 5.<close>response<sep><open>response<sep>7<close>response<sep>", "wrong", "7"),
+        ("<open>response<sep>5<close>response<sep>", "right", "5"),
+    ],
+)
+def test_thoughts_are_no_answer_however_they_end(talk: Talk, text: str, reason: str, answer: str | None) -> None:
+    """Also where a server would show them as one: closed by the response's marker, with none of their own."""
+    task = Task("sum/1", "sum", TASK.messages, (), TASK.check)
+    attempt = Attempt(Drawn(task, Sums(), None), talk)  # type: ignore[arg-type]
+    attempt.hear_policy(ids_of(text, talk))
+    assert attempt.step("stop") is None
+    found = attempt.judge()
+    assert (found.reason, found.answer) == (reason, answer)
+    assert found.score == (1.0 if reason == "right" else 0.0)
+
+
+class Sums:
+    name = "sum"
+
+    def env(self) -> SingleTurn:
+        return SingleTurn()
+
+
+def ids_of(text: str, talk: Talk) -> tuple[int, ...]:
+    """With <open>, <close> and <sep> for the markers' ids."""
+    markers = {"open": OPEN, "close": CLOSE, "sep": SEP}
+    found: list[int] = []
+    for place, piece in enumerate(re.split(r"<(open|close|sep)>", text)):
+        if place % 2:
+            found.append(talk.tokenizer.special(markers[piece]))
+        elif piece:
+            found += talk.tokenizer.encode(piece)
+    return tuple(found)
 
 
 def test_the_family_of_the_tests_pays_for_silence() -> None:

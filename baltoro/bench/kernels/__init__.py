@@ -15,12 +15,13 @@ import torch
 from baltoro.bench.kernels.timing import Ceilings, Figure, ceilings
 from baltoro.errors import ConfigError
 
-MODULES = ("mla", "attnres", "moe")
+MODULES = {"kda": "kda_beside", "mla": "mla", "attnres": "attnres", "moe": "moe"}
+"""Name -> module."""
 
 
 def present() -> list[str]:
     """Names of MODULES that are there."""
-    return [name for name in MODULES if find_spec(f"{__name__}.{name}") is not None]
+    return [name for name, module in MODULES.items() if find_spec(f"{__name__}.{module}") is not None]
 
 
 def measure(only: Sequence[str] = (), *, with_peers: bool = False) -> tuple[Ceilings, Iterator[Figure]]:
@@ -36,5 +37,5 @@ def measure(only: Sequence[str] = (), *, with_peers: bool = False) -> tuple[Ceil
 
 def _figures(names: Sequence[str], found: Ceilings, with_peers: bool) -> Iterator[Figure]:
     for name in names:
-        run: Callable[..., Iterator[Figure]] = import_module(f"{__name__}.{name}").measure
+        run: Callable[..., Iterator[Figure]] = import_module(f"{__name__}.{MODULES[name]}").measure
         yield from run(found, with_peers=with_peers)

@@ -7,6 +7,7 @@ Source: spec/kernels.md F.1 (shapes and earlier figures).
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -101,8 +102,19 @@ def _decode(heads: int, num: int, name: str, bandwidth: float) -> list[Figure]:
         peers.append(partial(_fla_step, heads, num, state[1:]))
     rows = [Figure(name, "baltoro", replay_seconds(works), moved / bandwidth, "conv, gate and norms included")]
     if find_spec("fla"):
-        rows.append(Figure(name, "fla", replay_seconds([peer() for peer in peers]), 0.0, "recurrence alone"))
+        rows += _peer(
+            "fla", lambda: Figure(name, "fla", replay_seconds([peer() for peer in peers]), 0.0, "recurrence alone")
+        )
     return rows
+
+
+def _peer(peer: str, make: Callable[[], Figure]) -> list[Figure]:
+    """Its row; a peer that cannot run here says why and has none."""
+    try:
+        return [make()]
+    except Exception as error:  # noqa: BLE001 - other people's code, built for other machines
+        warnings.warn(f"{peer} did not run: {type(error).__name__}: {str(error)[:300]}", stacklevel=2)
+        return []
 
 
 def _fla_step(heads: int, num: int, state: Tensor) -> Callable[[], object]:
@@ -149,9 +161,8 @@ def _fold(heads: int, num: int, layers: int, name: str, bandwidth: float) -> lis
 
 def _prefill(length: int, num: int, heads: int, name: str, bandwidth: float) -> list[Figure]:
     tokens, spans = length * num, Spans.build([length] * num, device="cuda")
-    draw = partial(torch.randn, tokens, heads, device="cuda", dtype=torch.bfloat16)
     q, k = (l2_norm(torch.randn(tokens, heads, K, device="cuda")).bfloat16() for _ in range(2))
-    v = draw().unsqueeze(-1) * torch.randn(V, device="cuda", dtype=torch.bfloat16)
+    v = torch.randn(tokens, heads, V, device="cuda", dtype=torch.bfloat16)
     g = -0.1 * torch.rand(tokens, heads, K, device="cuda")
     beta, state = torch.rand(tokens, heads, device="cuda"), torch.randn(num, heads, V, K, device="cuda") * 0.1
     moved = tokens * heads * 1282 + 2 * num * heads * STATE_BYTES
@@ -161,7 +172,7 @@ def _prefill(length: int, num: int, heads: int, name: str, bandwidth: float) -> 
         from baltoro.kernels.kda import fla
 
         peer = partial(fla.chunked, q, k, v, g, beta, spans=spans, state=state, scale=K**-0.5, is_bounded=True)
-        rows.append(Figure(name, "fla", eager_seconds(peer), 0.0, "plain calls"))
+        rows += _peer("fla", lambda: Figure(name, "fla", eager_seconds(peer), 0.0, "plain calls"))
     return rows + _flash_kda(name, q, k, v, beta, state, spans)
 
 
@@ -170,8 +181,16 @@ def _flash_kda(name: str, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, state: 
     found = [peer for peer in FLASH_KDA if find_spec(peer)]
     if not found:
         return []
-    flash_kda = import_module(found[0])
-    heads = q.shape[1]
+    return _peer(
+        "flash_kda",
+        lambda: Figure(name, "flash_kda", _flash_kda_seconds(found[0], q, k, v, beta, state, spans), 0.0, "norm, gate"),
+    )
+
+
+def _flash_kda_seconds(
+    module: str, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, state: Tensor, spans: Spans
+) -> float:
+    flash_kda, heads = import_module(module), q.shape[1]
     raw, out = torch.randn_like(q), torch.empty_like(v)
     a_log, bias = torch.zeros(heads, device="cuda"), torch.full((heads, K), -4.0, device="cuda")
     offsets, final = spans.offsets_device.long(), torch.empty_like(state)
@@ -180,4 +199,4 @@ def _flash_kda(name: str, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, state: 
         flash_kda.fwd, *one, K**-0.5, out.unsqueeze(0), A_log=a_log, dt_bias=bias, lower_bound=-5.0,
         initial_state=state, final_state=final, cu_seqlens=offsets,
     )  # fmt: skip
-    return [Figure(name, "flash_kda", replay_seconds([call]), 0.0, "norm and gate included")]
+    return replay_seconds([call])

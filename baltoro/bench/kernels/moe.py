@@ -10,12 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from baltoro.bench.kernels.timing import Ceilings, Figure, graph_us
+from baltoro.bench.kernels.humming import measure_humming
+from baltoro.bench.kernels.timing import Ceilings, Figure, add_peer, graph_us
 from baltoro.errors import InvariantError
 from baltoro.kernels.linear import fast as fast_linear
 from baltoro.kernels.linear import reference as linear
@@ -73,7 +75,7 @@ def _experts(ceilings: Ceilings, *, with_peers: bool) -> Iterator[Figure]:
         ids = torch.rand(tokens, RESIDENT, device="cuda").topk(active).indices
         shares = torch.rand(tokens, active, device="cuda")
         floor = _floor(ceilings, ids)
-        peers = {"grouped_mm, bf16": _grouped_mm_us(ids)} if with_peers else {}
+        peers = _peers(weights, ids) if with_peers else {}
         for kind, experts, is_w4a8 in (
             ("W4A16", permuted, False), ("W4A8", permuted, True), ("W4A16, published order", weights, False)
         ):  # fmt: skip
@@ -85,6 +87,18 @@ def _experts(ceilings: Ceilings, *, with_peers: bool) -> Iterator[Figure]:
             yield Figure(
                 f"experts, {name}, {kind}", graph_us(partial(product, z, ids, shares, experts)), floor, error, peers
             )
+
+
+def _peers(weights: ExpertWeights, ids: Tensor) -> dict[str, float]:
+    peers: dict[str, float] = {}
+    add_peer(peers, "grouped_mm, bf16", partial(_grouped_mm_us, ids))
+    gate, up, down = weights.w1, weights.w3, weights.w2
+    if find_spec("humming") and isinstance(gate, Packed) and isinstance(up, Packed) and isinstance(down, Packed):
+        first = Packed(torch.cat([gate.packed, up.packed], 1), torch.cat([gate.scale, up.scale], 1))
+        for kind, is_w4a8 in (("W4A16", False), ("W4A8", True)):
+            measure = partial(measure_humming, first, down, ids, is_w4a8=is_w4a8)
+            add_peer(peers, f"Humming {kind}, products alone", measure)
+    return peers
 
 
 def resident_experts(device: str, num: int = RESIDENT, width: int = LATENT, inner: int = INNER) -> ExpertWeights:

@@ -7,6 +7,8 @@ Method: warm-up first, so that compilation stays out; each sample is one event p
 from __future__ import annotations
 
 import statistics
+import time
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -46,6 +48,14 @@ class Figure:
         return self.time_us / self.floor_us
 
 
+def add_peer(peers: dict[str, float], name: str, measure: Callable[[], float]) -> None:
+    """`measure()` under `name`, in microseconds; a peer that cannot run here says why and leaves no figure."""
+    try:
+        peers[name] = measure()
+    except Exception as error:  # noqa: BLE001 - other people's code, built for other machines
+        warnings.warn(f"{name} did not run: {type(error).__name__}: {str(error)[:300]}", stacklevel=2)
+
+
 def graph_us(launch: Callable[[], object], *, samples: int = 15, inner: int = 10) -> float:
     """Median time of `launch` replayed from a graph. It must be capturable."""
     side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
@@ -58,6 +68,20 @@ def graph_us(launch: Callable[[], object], *, samples: int = 15, inner: int = 10
     with torch.cuda.graph(graph):
         launch()
     return _median_us(graph.replay, samples, inner)
+
+
+def wall_or_graph_us(work: Callable[[], object], is_captured: bool) -> float:
+    """Median time of `work`: replayed from a graph, or called, with all that the host does."""
+    if is_captured and torch.cuda.is_available():
+        return graph_us(work, samples=9, inner=10)
+    found = []
+    for _ in range(7):
+        began = time.perf_counter()
+        work()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        found.append(1e6 * (time.perf_counter() - began))
+    return statistics.median(found[2:])
 
 
 def _median_us(launch: Callable[[], object], samples: int, inner: int) -> float:

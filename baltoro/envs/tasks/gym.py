@@ -88,7 +88,9 @@ class Gym:
         try:
             from reasoning_gym import create_dataset
         except ImportError as error:
-            raise ConfigError("tasks of reasoning-gym need the extra `train`: pip install baltoro[train]") from error
+            raise ConfigError(
+                f"tasks of reasoning-gym need the extra `train` ({error}): pip install baltoro[train]"
+            ) from error
         options = {**FAMILIES.get(self.family, ("", {}))[1], **self.options}
         rng = Random(seed)
         while True:

@@ -1,0 +1,65 @@
+"""What a captured step spends its time on: kernel by kernel, with the gaps between them.
+
+In: a function that can be captured. Out: one Slot a kernel, in the order they began, of one replay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A kernel: microseconds since the first began, its length, and how long nothing ran before it (negative: it began
+    while another was running)."""
+
+    name: str
+    start_us: float
+    time_us: float
+    gap_us: float
+
+
+def timeline(work: Callable[[], object], replays: int = 4) -> list[Slot]:
+    """The last of `replays` replays under the profiler. Empty if it saw no kernel."""
+    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        work()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work()
+    graph.replay()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as found:
+        for _ in range(replays):
+            graph.replay()
+        torch.cuda.synchronize()
+    seen = [
+        (event.time_range.start, event.time_range.end, event.name)
+        for event in found.events()
+        if not str(event.device_type).endswith("CPU") and not event.name.startswith(("Context", "cuda"))
+    ]
+    return slots(sorted(seen), replays)
+
+
+def slots(seen: list[tuple[float, float, str]], replays: int) -> list[Slot]:
+    """Of (start, end, name), sorted, of equal replays: the last one's."""
+    last = seen[len(seen) - len(seen) // max(1, replays) :]
+    made, reached = [], last[0][0] if last else 0.0
+    for start, end, name in last:
+        made.append(Slot(name, start - last[0][0], end - start, start - reached))
+        reached = max(reached, end)
+    return made
+
+
+def describe(found: list[Slot], width: int = 70) -> str:
+    """A line a kernel, and the sums."""
+    lines = [f"{one.start_us:8.1f} {one.time_us:7.1f} us, gap {one.gap_us:5.1f}  {one.name[:width]}" for one in found]
+    whole = max((one.start_us + one.time_us for one in found), default=0.0)
+    gaps = sum(max(0.0, one.gap_us) for one in found)
+    return "\n".join([*lines, f"{len(found)} kernels in {whole:.1f} us, of which {gaps:.1f} us nothing ran"])

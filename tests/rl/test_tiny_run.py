@@ -1,0 +1,39 @@
+"""The recipe that docs/rl.md shows a curve of, from its file: the tiny model on a CPU, a quarter of an hour."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from baltoro.config import load_config
+from baltoro.rl.engine_process import EnginePolicy
+from baltoro.rl.log import read_log
+from baltoro.rl.loop import run
+from baltoro.rl.parts import open_parts
+from baltoro.rl.recipe import RLConfig
+from tests.contract.tree import ROOT
+
+RECIPE = ROOT / "recipes" / "rl-tiny-cpu.toml"
+
+
+@pytest.mark.nightly
+def test_the_tiny_model_improves_and_the_kl_stays_flat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("reasoning_gym", reason="the tasks are of reasoning-gym: the extra `train`")
+    monkeypatch.chdir(ROOT)
+    parts = open_parts(load_config(RLConfig, RECIPE))
+    assert isinstance(parts.policy, EnginePolicy)
+    try:
+        run(parts, tmp_path / "run")
+        aborted = parts.policy.stats()["num_aborted_reqs"]
+    finally:
+        parts.close()
+    lines = read_log(tmp_path / "run")
+    steps, evals = lines[1:], [line["eval"] for line in lines if "eval" in line]
+    assert 0.2 <= evals[0]["sampled"] <= 0.6
+    assert evals[-1]["sampled"] >= evals[0]["sampled"] + 0.1
+    assert max(line["k3"] for line in steps) <= 1e-8 and max(line["max_dlogp"] for line in steps) <= 1e-4
+    assert all(a["adapter_norm"] < b["adapter_norm"] for a, b in pairwise(lines[2:12]))
+    assert sum(line["sync"]["seconds"] for line in steps) < 0.05 * sum(line["step_s"] for line in steps)
+    assert aborted == 0
