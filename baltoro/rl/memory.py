@@ -45,8 +45,8 @@ def memory_line(trainer: PolicyTrainer, policy: Policy) -> dict[str, Any]:
 
 
 def base_bytes(trainer: PolicyTrainer) -> int:
-    """Of all tensors of the frozen model, once each."""
-    return sum(tensor.nbytes for tensor in trainer.model.tensors().values())
+    """Of all tensors of the frozen model as they lie, once each."""
+    return sum(tensor.nbytes for tensor in trainer.model.stored().values())
 
 
 def own_bytes(trainer: PolicyTrainer) -> int:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import re
+from dataclasses import replace
 from functools import cache
 
 import pytest
 import torch
 
 from baltoro.errors import ConfigError, WeightsError
+from baltoro.model.adapter import Adapter
 from baltoro.model.adapter_names import AdapterSite, adapter_sites
 from baltoro.model.build import new_model
 from baltoro.model.context import ForwardContext, train_context
@@ -279,3 +281,19 @@ def test_keys_of_the_cache_are_expanded_through_their_readers_adapter() -> None:
         alone = Harness(model, 1)
         alone.adapters = (slots[n],)
         torch.testing.assert_close(outs[n], alone.run(0, prompt, (len(prompt),))[9:], atol=1e-11, rtol=0)
+
+
+def test_what_an_older_adapter_left_in_a_slot_counts_nowhere_in_fixed_form() -> None:
+    """A slot that held factors everywhere gets an adapter of attention alone."""
+    config = tiny_k3(vision=None, num_layers=4, mla_layers=(3,), are_experts_packed=True)
+    model = new_model(config, dtype=torch.float64, seed=3, std=0.1)
+    bank = add_adapters(model, 2, 3)
+    bank.install(2, random_adapter(config, 3, seed=1, std=0.3, dtype=torch.float64))
+    narrow = random_adapter(
+        config, 2, seed=2, std=0.3, dtype=torch.float64, wants=lambda site: site.num_experts is None
+    )
+    dense = {module: one for module, one in narrow.factors.items() if ".self_attn." in module}
+    bank.install(2, Adapter(narrow.settings, dense))
+    by_rows = train_context(torch.arange(12), (5, 7), adapters=(0, 2))
+    with torch.no_grad():
+        torch.testing.assert_close(model(replace(by_rows, fixed_slots=2)), model(by_rows))

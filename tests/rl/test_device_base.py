@@ -20,11 +20,15 @@ from tests.rl.engines import CONFIG, RANK, engine_config, make_folder
 from tests.transfer.test_device_base import SharedFile
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_trainers_model_is_the_engines(tmp_path: Path, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "is_tiled"), [(torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)]
+)
+def test_the_trainers_model_is_the_engines(tmp_path: Path, dtype: torch.dtype, is_tiled: bool) -> None:
     """Same logits, merged alike, every tensor a view of the one allocation; a write by one is found by both."""
     made = load_model(make_folder(tmp_path / "model"), dtype=dtype)
     tokens, lengths = torch.arange(9), (4, 5)
+    if is_tiled:
+        assert set(made.tile_experts()) == {"tiled"}
     expected = made(train_context(tokens, lengths))
     owned, base = share_model(made, tmp_path / "base", "cpu", SharedFile())
     model, opened = open_model(CONFIG, tmp_path / "base", base.digest, dtype=dtype, sharing=SharedFile())

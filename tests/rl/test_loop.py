@@ -6,6 +6,7 @@ import json
 import signal
 import subprocess
 import sys
+import time
 from contextlib import suppress
 from pathlib import Path
 from statistics import fmean
