@@ -43,3 +43,9 @@ class _WideLinear(torch.autograd.Function):
         d_x = (grad @ weight.to(grad.dtype)).to(x.dtype)
         d_weight = (grad.mT @ x.to(grad.dtype)).to(weight.dtype) if ctx.needs_input_grad[1] else None
         return d_x, d_weight
+
+
+def wants_gradient(*tensors: Tensor | None) -> bool:
+    """Whether a gradient is to flow through what is computed from `tensors`: a kernel without a backward must not take
+    it, or everything before it stays untrained without a word."""
+    return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)

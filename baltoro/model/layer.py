@@ -80,8 +80,8 @@ class DecoderLayer(nn.Module):
         return self._write(stream, self.block_sparse_moe(h, ctx) if self.has_experts else self.mlp(h, ctx.adapter_rows))
 
     def _is_fused(self, x: Tensor) -> bool:
-        """Whether a read adds, mixes and norms in one operation: on a GPU, after `merge`."""
-        return bool(self._queries) and x.is_cuda
+        """Whether a read adds, mixes and norms in one operation: on a GPU, after `merge`, no gradient wanted."""
+        return bool(self._queries) and x.is_cuda and not torch.is_grad_enabled()
 
     def _write(self, stream: Stream, update: Tensor) -> Stream:
         return stream.hold(update) if self._is_fused(update) else stream.add(update)

@@ -212,7 +212,16 @@ class PolicyTrainer:
         return _Part(float(loss.detach()), same, ratio, int(terms.is_low.sum()), int(terms.is_high.sum()), num_cut)
 
     def _collect(self) -> list[float]:
-        """Gradients of the factors to their masters; returns the largest element of each, all read at once."""
+        """Gradients of the factors to their masters; returns the largest element of each, all read at once.
+
+        Errors: InvariantError where no gradient reached a factor. That is no gradient of 0: something in the forward
+        cut the graph, and a part of the adapter would never be trained.
+        """
+        cut = sum(factor.grad is None for factor in self.factors)
+        if cut:
+            raise InvariantError(
+                f"no gradient reached {cut} of {len(self.factors)} factors: an operation of the forward has no backward"
+            )
         for master, factor in zip(self.masters, self.factors, strict=True):
             if master is not factor and factor.grad is not None:
                 master.grad, factor.grad = factor.grad.to(master.dtype), None

@@ -1,6 +1,6 @@
 """The depth mix on a GPU, without gradients: one launch for decode, bank pass and fold for prefill.
 
-In and out: as `reference.mix` and the functions of `fused.py`. FP64, and `mix` under autograd, go there.
+In and out: as `reference.mix` and the functions of `fused.py`. FP64, and what a gradient is wanted of, go there.
 Source: spec/kernels.md D.
 """
 
@@ -14,6 +14,7 @@ from torch import Tensor
 from baltoro.errors import ShapeError
 from baltoro.kernels.attnres import fused, reference
 from baltoro.kernels.device import has_dependent_launch, machine
+from baltoro.kernels.precision import wants_gradient
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +55,7 @@ def read(
     bank: Tensor, prefix: Tensor | None, update: Tensor | None, query: Tensor, gain: Tensor, eps: float, norm_eps: float
 ) -> tuple[Tensor, Tensor]:
     """As `fused.read`. The first of the pair is new memory only if there was something to add."""
-    if bank.dtype == torch.float64:
+    if wants_gradient(bank, prefix, update, query, gain) or bank.dtype == torch.float64:
         return fused.read(bank, prefix, update, query, gain, eps, norm_eps)
     total, out = _read(bank, prefix, update, query, gain, eps, norm_eps)
     assert total is not None, "neither a running sum nor an update"
@@ -63,7 +64,7 @@ def read(
 
 def scan_bank(bank: Tensor, queries: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """As `fused.scan_bank`. Errors: ShapeError for more than MAX_SOURCES rows."""
-    if bank.dtype == torch.float64:
+    if wants_gradient(bank, queries) or bank.dtype == torch.float64:
         return fused.scan_bank(bank, queries, eps)
     if len(bank) > MAX_SOURCES:
         raise ShapeError(f"a bank of {len(bank)} rows; at most {MAX_SOURCES}")
@@ -118,7 +119,7 @@ def fold(
     norm_eps: float,
 ) -> tuple[Tensor, Tensor]:
     """As `fused.fold`."""
-    if part.dtype == torch.float64:
+    if wants_gradient(part, lse, prefix, update, query, gain) or part.dtype == torch.float64:
         return fused.fold(part, lse, prefix, update, query, gain, eps, norm_eps)
     import triton
 

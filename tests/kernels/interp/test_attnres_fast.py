@@ -46,6 +46,17 @@ def test_mix_under_autograd_has_a_gradient() -> None:
     assert sources.grad is not None and sources.grad.abs().sum() > 0
 
 
+def test_every_form_has_a_gradient_where_one_is_wanted() -> None:
+    """A kernel without a backward would cut the graph without a word: what is below would never be trained."""
+    gain, query = torch.ones(8), torch.randn(8)
+    bank, prefix, update = (torch.randn(*shape, requires_grad=True) for shape in ((3, 2, 8), (2, 8), (2, 8)))
+    part, lse = fast.scan_bank(bank, query.unsqueeze(0), EPS)
+    for found in (fast.read(bank, prefix, update, query, gain, EPS, NORM_EPS),
+                  fast.fold(part[0], lse[0], prefix, update, query, gain, EPS, NORM_EPS)):  # fmt: skip
+        grads = torch.autograd.grad(found[1].square().sum(), (bank, prefix, update), retain_graph=True)
+        assert all(grad.abs().sum() > 0 for grad in grads)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("pending", ["both", "prefix", "update"])
 @torch.no_grad()
