@@ -81,21 +81,38 @@ def make_plan(config: RLConfig, model: K3Config, engine: EngineConfig) -> Plan:
 
 def refuse(config: RLConfig, model: K3Config, engine: EngineConfig) -> None:
     """Combinations that cannot work. Errors: ConfigError with the key to change."""
+    _refuse_words(config)
+    _refuse_sizes(config, model, engine)
+    _refuse_places(config, engine)
 
-    def need(is_good: bool, message: str) -> None:
-        if not is_good:
-            raise ConfigError(message)
 
-    budget, rows = config.partial.max_tokens, config.optim.micro_tokens
-    need(
-        budget < rows,
-        f"partial.max_tokens {budget} and a prompt do not fit into optim.micro_tokens {rows}: raise the latter",
-    )
+def need(is_good: bool, message: str) -> None:
+    """Errors: ConfigError unless it is good."""
+    if not is_good:
+        raise ConfigError(message)
+
+
+def _refuse_words(config: RLConfig) -> None:
+    """Names of tasks and efforts, and what they count."""
     for one in config.tasks:
         if not one.family.startswith(GYM):  # which needs its extra, and judges, to be made
             make_family(one)
     unknown = sorted(set(config.rollout.efforts) - set(EFFORTS))
     need(not unknown, f"rollout.efforts {unknown} are not known; use some of {', '.join(EFFORTS)}")
+    if config.has_effort_budget:
+        need(
+            config.shaping.counted == "output" or config.rollout.thinking,
+            "shaping.counted thinking with rollout.thinking off counts nothing: set it to output",
+        )
+
+
+def _refuse_sizes(config: RLConfig, model: K3Config, engine: EngineConfig) -> None:
+    """Budgets, context, slots."""
+    budget, rows = config.partial.max_tokens, config.optim.micro_tokens
+    need(
+        budget < rows,
+        f"partial.max_tokens {budget} and a prompt do not fit into optim.micro_tokens {rows}: raise the latter",
+    )
     buffer = config.shaping.overlong_buffer
     need(
         buffer is None or buffer < budget,
@@ -115,6 +132,10 @@ def refuse(config: RLConfig, model: K3Config, engine: EngineConfig) -> None:
     )
     is_split = config.adapter.targets == "all" and not engine.lora_experts
     need(not is_split, "adapter.targets all trains routed experts, and engine.options.lora_experts is off")
+
+
+def _refuse_places(config: RLConfig, engine: EngineConfig) -> None:
+    """Processes, devices, what becomes of paused trajectories."""
     need(
         config.partial.resume == "reprefill" or config.engine.place == "process",
         "partial.resume carry needs engine.place process: the inline engine cannot change a running request's version",
@@ -137,11 +158,6 @@ def refuse(config: RLConfig, model: K3Config, engine: EngineConfig) -> None:
         engine.device == "cpu" or config.engine.place == "process",
         "an inline engine on a GPU would hold the base twice: set engine.place to process",
     )
-    if config.has_effort_budget:
-        need(
-            config.shaping.counted == "output" or config.rollout.thinking,
-            "shaping.counted thinking with rollout.thinking off counts nothing: set it to output",
-        )
 
 
 def choices(config: RLConfig) -> list[Choice]:

@@ -67,7 +67,7 @@ def test_a_soak_at_rate_zero_moves_neither_kl_nor_memory(tiny_folder: Path, tmp_
     for name in ("trainer_growth", "engine_awake_growth", "engine_asleep_growth"):
         assert found[name] <= 4 << 20, name
     assert len(found["pool_given_back"]) == len(found["shared_bytes"]) == 1
-    assert found["engine_awake_bytes"] - found["engine_asleep_bytes"] > 0.8 * found["pool_given_back"][0] > 1 << 22
+    assert found["engine_awake_bytes"] - found["engine_asleep_bytes"] > 0.8 * found["pool_given_back"][0] > 1 << 20
     assert len(found["open_files"]) <= 2
 
 
