@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # One GPU: the small kernels and captured steps are right, then the rank slice, serving, margins, and the peers.
 #
-#     slice_call.sh [seconds of the slice, 60]        texts in $OUT; PEERS=seconds, EVAL=1, EQUIVALENCE=1 on request
+#     slice_call.sh [seconds of the slice, 110]        texts in $OUT; PEERS=seconds, EVAL=1, EQUIVALENCE=1 on request
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 out="${OUT:-runs/out}"
@@ -13,7 +13,7 @@ export PYTHONPATH="/tmp/site2:."
 timeout 120 python3 -m pytest -q -m gpu -p no:cacheprovider tests/kernels/test_small_on_gpu.py \
   tests/engine/test_graphs_on_gpu.py > "$out/small.txt" 2>&1
 echo "tests at $SECONDS s"; grep -E "^(FAILED|ERROR)|passed|failed" "$out/small.txt" | cut -c1-200 | head -20
-timeout $((${1:-60} + 30)) python3 -m scripts.gpu.lab_slice --seconds "${1:-60}" --json "$out/slice.json" > "$out/slice.txt" 2>&1
+timeout $((${1:-110} + 30)) python3 -m scripts.gpu.lab_slice --seconds "${1:-110}" --json "$out/slice.json" > "$out/slice.txt" 2>&1
 echo "slice at $SECONDS s"; tail -200 "$out/slice.txt" | cut -c1-160
 timeout 120 python3 -m scripts.gpu.serve_tiny --json "$out/serve.json" > "$out/serve.txt" 2>&1
 echo "serving at $SECONDS s"; tail -12 "$out/serve.txt" | cut -c1-200
