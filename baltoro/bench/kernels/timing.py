@@ -16,7 +16,6 @@ import torch
 
 from baltoro.errors import BaltoroError
 
-
 # What other people's code raises where it was not built for this machine; a wrong result of theirs is among it.
 PEER_FAULTS = (
     ImportError, RuntimeError, ValueError, TypeError, AttributeError, AssertionError, LookupError, OSError,
