@@ -13,15 +13,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from baltoro.config import set_environment
+from baltoro.errors import InvariantError
 from baltoro.kernels.dispatch import SWITCH, kernels_for
-from baltoro.kernels.moe.permute import permute_experts
-from baltoro.kernels.moe.products import ExpertWeights
 from baltoro.kernels.spans import Spans
 from baltoro.model.attnres import Stream
 from baltoro.model.config import K3Config
@@ -111,7 +109,6 @@ class Slice(nn.Module):
         del self.first.mlp  # no part of the slice
         _fill(self, shape)
         self._make_inputs(dtype)
-        self.is_permuted = False
         self._written = (self.views.recurrent[0], self.views.conv[0], self.views.kv[0])
         self._kept = [view.clone() for view in self._written]
 
@@ -138,24 +135,13 @@ class Slice(nn.Module):
         self.prefix, self.update = draw(batch, config.hidden_size), draw(batch, config.hidden_size)
 
     def prepare(self, rung: Rung) -> None:
-        """Merged and permuted as far as the rung wants; there is no way back."""
+        """Merged and in tiles as far as the rung wants; there is no way back."""
         if rung.is_merged:
             for module in (self.first, self.second, self.first.self_attn, self.second.self_attn, self.moe):
                 module.merge()
-        if rung.is_permuted and not self.is_permuted:
-            self._permute()
-            self.is_permuted = True
+        if rung.is_permuted and (reason := self.moe.experts.tile()):
+            raise InvariantError(f"experts in tiles: {reason}")
         self.moe.is_forked = rung.is_forked
-
-    def _permute(self) -> None:
-        """The experts in the order of the kernels, as an engine holds them."""
-        experts = self.moe.experts
-        tile = getattr(experts, "tile", None)
-        if tile is not None:
-            tile()
-        elif self.place.type == "cuda":
-            permuted = permute_experts(experts.weights())
-            experts.weights = lambda: cast(ExpertWeights, permuted)  # type: ignore[method-assign]
 
     def restore(self) -> None:
         """State and cache as they were at first."""

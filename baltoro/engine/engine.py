@@ -33,6 +33,7 @@ from baltoro.engine.runner import Model, Runner
 from baltoro.engine.sampler import fork_seed, uniform
 from baltoro.engine.scheduler import Scheduler
 from baltoro.errors import ConfigError, ContextLengthError, RequestError
+from baltoro.kernels.dispatch import expert_order
 from baltoro.model.adapter import Adapter, load_adapter
 from baltoro.model.decoder import K3Model
 from baltoro.model.lora import AdapterBank, add_adapters
@@ -292,6 +293,9 @@ def load_engine(
     model = load_model(model_dir, dtype=dtype, device=config.device)
     if are_experts_dense(config, model.config, dtype):
         model.unpack_experts()
+    elif expert_order(torch.device(config.device), dtype) == "tiled":
+        model.tile_experts()
+        torch.cuda.empty_cache()  # a layer was there twice; what is free is counted next
     model.merge()
     with ExitStack() as undo:
         if config.base_path:

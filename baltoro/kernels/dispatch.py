@@ -34,6 +34,7 @@ from baltoro.kernels.mla import decode as mla_decode
 from baltoro.kernels.mla import reference as mla
 from baltoro.kernels.moe import device_grouped, experts, fast_experts, fast_glu, fast_route
 from baltoro.kernels.moe import reference as moe
+from baltoro.kernels.moe.products import Order
 from baltoro.kernels.norm import fast as norm_fast
 from baltoro.kernels.norm import reference as norm
 from baltoro.kernels.paged import fast as paged_fast
@@ -127,7 +128,10 @@ FOLD = "one launch over all layers, equal in every bit to the decode kernel on w
 BY_REQUEST = "each request over its own rows, in cache; nothing is padded to the longest"
 FEW_ROWS = "one launch reads each weight once, sums in fp32, for few rows; others take the reference"
 SELECT = "one launch: groups find their best without a barrier, then rank; gradients, expert groups take the reference"
-PACKED = "MXFP4 dequantised on the way: by pair for few, grouped on the device for many; dense ones: device grouped"
+PACKED = (
+    "MXFP4 dequantised on the way: by pair for few, grouped on the device for many; put into tiles at load in bf16, in "
+    "the published order in float32 or with scales beyond 2^33; dense ones: device grouped"
+)
 GROUPED = "grouped matrix products, no word to the host, for bf16 dense experts; packed ones take the reference"
 
 
@@ -203,6 +207,15 @@ TABLE: tuple[Row, ...] = (
 def kernels_for(device: torch.device) -> Kernels:
     """The functions for one device. Errors: ConfigError for an unknown name in BALTORO_REFERENCE."""
     return Kernels(**{row.op: row.function for row in _rows(device)})
+
+
+def expert_order(device: torch.device, dtype: torch.dtype) -> Order:
+    """The order in which the expert product of a device reads packed weights fastest; every form reads both.
+
+    Tiles are for matrix instructions in bf16: in other dtypes, and where a reference is forced, nothing gains.
+    """
+    is_fast = kernels_for(device).expert_product is fast_experts.expert_product
+    return "tiled" if is_fast and dtype == torch.bfloat16 else "published"
 
 
 def choices(device: torch.device) -> list[Choice]:

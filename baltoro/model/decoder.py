@@ -8,6 +8,9 @@ Source: spec/k3.md 3.2.
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -24,6 +27,7 @@ from baltoro.model.mla import MLA
 from baltoro.model.mlp import MLP
 from baltoro.model.moe import Experts, MoE
 from baltoro.model.mtp import MTPLayer
+from baltoro.model.published import Published
 from baltoro.model.vision import Projector, VisionTower
 
 
@@ -112,12 +116,28 @@ class K3Model(nn.Module):
         self.config = self.config.with_(are_experts_packed=False)
         return self
 
-    def tensors(self) -> dict[str, Tensor]:
-        """Every parameter and buffer by name, shared ones under the model's own name only: what a file holds."""
+    def tile_experts(self) -> dict[str, int]:
+        """Put packed routed experts into tiles, layer by layer: the order that a GPU's products read (kernels/moe).
+
+        Returns how many layers lie how: "tiled", or why not. Whatever order they lie in, `tensors` has the published
+        bytes, while `stored` and state_dicts name what lies there.
+        """
+        found = Counter(module.tile() or "tiled" for module in self.modules() if isinstance(module, Experts))
+        return dict(found)
+
+    def stored(self) -> dict[str, Tensor]:
+        """What lies in memory, by name, shared parameters under the model's own name only."""
         names = ("embed_tokens.weight", "shared_head.head.weight")
         mtp = range(self.config.num_layers, self.config.num_layers + self.config.num_mtp_layers)
         again = {f"model.layers.{i}.{name}" for i in mtp for name in names} if self.config.is_mtp_shared else set()
         return {name: tensor for name, tensor in self.state_dict().items() if name not in again}
+
+    def tensors(self) -> Mapping[str, Tensor]:
+        """Every parameter and buffer by name, as a file holds them. Of experts in tiles a copy is made on access; the
+        copies of one layer are kept until those of another are asked for, and what is written to them is lost."""
+        stored = self.stored()
+        tiled = {name: m for name, m in self.named_modules() if isinstance(m, Experts) and m.is_tiled}
+        return Published(stored, tiled) if tiled else stored
 
     def forward(self, ctx: ForwardContext) -> Tensor:
         """Logits [M, X]."""

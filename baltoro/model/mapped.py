@@ -1,7 +1,8 @@
 """A K3Model on tensors that exist already: nothing is copied, so two processes that map the same bytes hold one base.
 
-In: a config and tensors by the keys of `K3Model.tensors()`. Out: a K3Model whose parameters and buffers ARE these
-tensors, none of which asks for a gradient. The tensors may be read-only: nothing here writes to them.
+In: a config and tensors by the keys of `K3Model.stored()`; names say which order experts lie in. Out: a K3Model whose
+parameters and buffers ARE these tensors, none of which asks for a gradient. The tensors may be read-only: nothing here
+writes to them.
 Invariants: names, shapes, dtypes and devices are compared before anything is put together; the model is built without
 memory of its own (on the meta device), so what it holds beside the given tensors is nothing.
 `in_memory_order` lists tensors as they lie: a merged model whose base is written in this order can be merged again on
@@ -18,6 +19,7 @@ from torch import Tensor
 from baltoro.errors import ShapeError
 from baltoro.model.config import K3Config
 from baltoro.model.decoder import K3Model
+from baltoro.model.moe import TILES, Experts
 from baltoro.model.weight_files import listed
 
 
@@ -29,7 +31,10 @@ def model_on(
     Errors: ShapeError names what is missing, unexpected, or of another shape, dtype or device.
     """
     model = K3Model(config, dtype, "meta")
-    _check(model.tensors(), tensors, torch.device(device))
+    for path, module in model.named_modules():
+        if isinstance(module, Experts) and f"{path}.{TILES[0]}" in tensors:
+            module.expect_tiles()
+    _check(model.stored(), tensors, torch.device(device))
     parameters = list(model.named_parameters(remove_duplicate=False))
     owners = {id(parameter): name for name, parameter in parameters if name in tensors}
     shared = {name: owners[id(parameter)] for name, parameter in parameters}  # MTP layers: embedding and head
@@ -39,8 +44,8 @@ def model_on(
 
 
 def in_memory_order(model: K3Model) -> dict[str, Tensor]:
-    """`model.tensors()`, ascending by address: views of one merged matrix come one after the other."""
-    return dict(sorted(model.tensors().items(), key=lambda pair: pair[1].data_ptr()))
+    """`model.stored()`, ascending by address: views of one merged matrix come one after the other."""
+    return dict(sorted(model.stored().items(), key=lambda pair: pair[1].data_ptr()))
 
 
 def _check(places: Mapping[str, Tensor], tensors: Mapping[str, Tensor], device: torch.device) -> None:

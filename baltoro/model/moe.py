@@ -2,7 +2,8 @@
 
 In: x [T, D], the normed layer input. Out: [T, D]. Router and shared experts see x; routed experts see the latent.
 Without a latent size the experts work on x itself (ordinary MoE).
-Experts are stacked: dense parameters [E, out, in], or the checkpoint's packed MXFP4 bytes, dequantised on use.
+Experts are stacked: dense parameters [E, out, in], or the checkpoint's packed MXFP4 bytes, dequantised on use; `tile`
+puts these into the order that a device's kernels read, under names of its own.
 Source: spec/k3.md 3.7, 5.
 """
 
@@ -16,9 +17,9 @@ from torch import Tensor, nn
 
 from baltoro.kernels.lora.experts import ExpertDelta, ExpertFactors
 from baltoro.kernels.lora.rows import AdapterRows
-from baltoro.kernels.moe.products import ExpertWeights, Packed
+from baltoro.kernels.moe.permute import empty, fits_bf16, permute_experts, published
+from baltoro.kernels.moe.products import AnyExperts, ExpertWeights, Packed, TiledExperts
 from baltoro.kernels.precision import acc_dtype, wide_linear
-from baltoro.kernels.quant import mxfp4
 from baltoro.model import aside
 from baltoro.model.config import K3Config
 from baltoro.model.context import ForwardContext
@@ -66,12 +67,21 @@ class Router(nn.Module):
         return ids, weights
 
 
+MATRICES = ("w1", "w2", "w3")
+TILES = ("first_packed", "first_scale", "second_packed", "second_scale")  # as in `TiledExperts`
+
+
 class Experts(nn.Module):
-    """The stacked weights of all routed experts of a layer: w1 gate, w3 up [E, F, M], w2 down [E, M, F]."""
+    """The stacked weights of all routed experts of a layer: w1 gate, w3 up [E, F, M], w2 down [E, M, F].
+
+    Packed ones lie in the published order (`w1_packed`, `w1_scale`, ...) or in tiles (TILES): the names of the buffers
+    say which, so that bytes of one order are never loaded as the other.
+    """
 
     def __init__(self, config: K3Config, *, dtype: torch.dtype, device: str | torch.device) -> None:
         super().__init__()
-        self.is_packed = config.are_experts_packed
+        self.is_packed, self.is_tiled = config.are_experts_packed, False
+        self.width, self.inner = config.expert_width, config.expert_intermediate_size
         self.lora: dict[str, Factors] = {}  # by matrix; no part of the base's state_dict
         width, hidden, count = config.expert_width, config.expert_intermediate_size, config.num_experts
         for name, rows, columns in (("w1", hidden, width), ("w2", width, hidden), ("w3", hidden, width)):
@@ -87,16 +97,54 @@ class Experts(nn.Module):
     @torch.no_grad()
     def unpack(self, dtype: torch.dtype) -> None:
         """Keep the values that packed weights stand for, in `dtype`, instead of the packed ones."""
-        for name in ("w1", "w2", "w3") if self.is_packed else ():
-            dense = mxfp4.dequantise(getattr(self, f"{name}_packed"), getattr(self, f"{name}_scale"), dtype)
-            delattr(self, f"{name}_packed")
-            delattr(self, f"{name}_scale")
+        weights = self.weights()
+        for name in MATRICES if self.is_packed else ():
+            dense = getattr(weights, name).dense(slice(None), dtype)
             self.register_parameter(name, nn.Parameter(dense, requires_grad=False))
-        self.is_packed = False
+        self._drop()
+        self.is_packed = self.is_tiled = False
 
-    def weights(self) -> ExpertWeights:
+    @torch.no_grad()
+    def tile(self) -> str:
+        """Put packed weights into tiles; a copy of this layer's is held meanwhile. Returns "", or why they stay."""
+        weights = self.weights()
+        if isinstance(weights, TiledExperts):
+            return ""
+        if not self.is_packed:
+            return "dense"
+        if not fits_bf16(weights):
+            return "a scale is beyond what products of tiles take"
+        self._hold(permute_experts(weights))
+        return ""
+
+    def expect_tiles(self) -> None:
+        """Buffers for tiles in the place of the packed ones, without their bytes."""
+        packed: Tensor = self.get_buffer("w1_packed")
+        self._hold(empty(len(packed), self.width, self.inner, packed.device))
+
+    def published(self, name: str) -> Packed:
+        """w1, w2 or w3 of packed experts in the published order: a copy if they lie in tiles."""
+        matrix = getattr(self.weights(), name)
+        return matrix if isinstance(matrix, Packed) else published(matrix)
+
+    def weights(self) -> AnyExperts:
         """What the expert product takes."""
+        if self.is_tiled:
+            first, first_scale, second, second_scale = (self.get_buffer(name) for name in TILES)
+            return TiledExperts(first, first_scale, second, second_scale, self.width, self.inner)
         return ExpertWeights(w1=self._matrix("w1"), w3=self._matrix("w3"), w2=self._matrix("w2"))
+
+    def _hold(self, tiles: TiledExperts) -> None:
+        self._drop()
+        for name in TILES:
+            self.register_buffer(name, getattr(tiles, name))
+        self.is_tiled = True
+
+    def _drop(self) -> None:
+        """Forget packed weights."""
+        packed = TILES if self.is_tiled else [f"{name}_{part}" for name in MATRICES for part in ("packed", "scale")]
+        for name in packed if self.is_packed else ():
+            delattr(self, name)
 
     def delta(self, rows: AdapterRows | None) -> ExpertDelta | None:
         """The terms of adapters in this step; None if no row has any here."""

@@ -14,6 +14,7 @@ import torch
 from baltoro.model.config import K3Config
 from baltoro.model.decoder import K3Model
 from baltoro.model.mapped import model_on
+from baltoro.model.moe import TILES
 from baltoro.transfer.shared_base import SharedBase, open_base
 from baltoro.transfer.tensors import views_of
 
@@ -29,6 +30,6 @@ def open_model(
     """
     base = open_base(path, digest)
     tensors = views_of(base.manifest, base.content)
-    is_packed = any(name.endswith("experts.w1_packed") for name in tensors)
+    is_packed = any(name.endswith(("experts.w1_packed", f"experts.{TILES[0]}")) for name in tensors)
     model = model_on(config.with_(are_experts_packed=is_packed), tensors, dtype)
     return model.merge(may_copy=False), base

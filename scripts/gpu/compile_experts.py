@@ -28,21 +28,31 @@ HOPPER = GPUTarget("cuda", 90, 32)
 SHARED_LIMIT = 232448
 
 
-def source(tile: Tile, is_first: bool, is_pairs: bool, dtype: str) -> ASTSource:
-    """As `tile_experts` launches it; pointers and the number of experts divisible by 16."""
-    kernel: Any = tile_kernels.first_product if is_first else tile_kernels.second_product
+def source(tile: Tile, is_first: bool, is_pairs: bool, dtype: str, *, is_rounded: bool = False) -> ASTSource:
+    """As `tile_experts` launches it; pointers and all sizes but the number of active experts divisible by 16."""
+    seconds: tuple[Any, Any] = tile_kernels.second_of_groups, tile_kernels.second_of_pairs
+    kernel: Any = tile_kernels.first_product if is_first else seconds[is_pairs]
+    is_arranged = tile.is_arranged and not is_pairs
     constants: dict[str, Any] = {
-        "N1": tile.rows, "N2": tile.more, "BLOCK": tile.block, "WIDE": tile.wide, "WARPS": tile.warps,
-        "IS_PAIRS": is_pairs, "INTERPRET": False,
+        "N1": tile.rows, "N2": tile.more, "N": tile.rows, "BLOCK": tile.block, "WIDE": tile.wide, "WARPS": tile.warps,
+        "IS_PAIRS": is_pairs, "INTERPRET": False, "KIND": 1, "IS_ARRANGED": is_arranged, "IS_WHOLE": True,
+        "IS_ROUNDED": is_rounded, "COUNTERS": 64, "SPLIT": tile.split, "PARTS": triton.next_power_of_2(16 * tile.split),
+        "FETCH": min(tile.fetch, 24 // tile.split), "PDL": is_first or is_pairs or not tile.is_arranged,
     }  # fmt: skip
-    if is_first:
-        is_arranged = tile.wide == 8
-        constants |= {"KIND": 1, "WIDE_NEXT": tile.wide, "IS_ARRANGED": is_arranged}
+    constants = {name: constants[name] for name in kernel.arg_names if name in constants}
     types = dict.fromkeys(("x", "hidden"), f"*{dtype}") | dict.fromkeys(("ids", "order"), "*i64")
-    types |= {"packed": "*i32", "scales": "*u8"} | dict.fromkeys(("beta", "linear_beta"), "fp32")
+    types |= {
+        "packed": "*i32",
+        "scales": "*u8" if tile.wide == 8 else "*i32",
+        "counters": "*i32",
+        "weights": "*fp32",
+        "out": f"*{dtype}",
+    }
+    types |= dict.fromkeys(("beta", "linear_beta"), "fp32")
     types |= {"table": "*i64" if is_pairs else "*i32", "parts": "*fp32" if is_pairs else f"*{dtype}"}
     signature = {n: "constexpr" if n in constants else types.get(n, "i32") for n in kernel.arg_names}
-    aligned = [i for i, (n, kind) in enumerate(signature.items()) if kind.startswith("*") or n == "num_experts"]
+    sizes = ("num_experts", "width", "stride", "num_row_tiles")
+    aligned = [i for i, (n, kind) in enumerate(signature.items()) if kind.startswith("*") or n in sizes]
     return ASTSource(kernel, signature, constants, {(i,): [["tt.divisibility", 16]] for i in aligned})
 
 

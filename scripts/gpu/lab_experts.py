@@ -20,12 +20,14 @@ from multiprocessing import get_context
 import torch
 from torch import Tensor
 
-from baltoro.bench.kernels.moe import ACTIVE, INNER, LATENT, PACKED_BYTES, RESIDENT, SITU, resident_experts
+from baltoro.bench.kernels.moe import INNER, LATENT, PACKED_BYTES, RESIDENT, SITU, resident_experts
 from baltoro.bench.kernels.timing import Ceilings, ceilings, graph_us
 from baltoro.kernels.moe import tile_experts
 from baltoro.kernels.moe.experts import grouped
-from baltoro.kernels.moe.permute import PermutedExperts, padded, permute_experts
-from baltoro.kernels.moe.tile_experts import Plan, Tile
+from baltoro.kernels.moe.permute import permute_experts
+from baltoro.kernels.moe.products import TiledExperts
+from baltoro.kernels.moe.tile_experts import Plan
+from baltoro.kernels.moe.tile_layout import padded
 from baltoro.kernels.moe.tiles import tile_table
 from baltoro.kernels.quant import mxfp8
 from scripts.gpu.lab_experts_cases import (
@@ -39,7 +41,7 @@ from scripts.gpu.lab_experts_cases import (
     as_float32,
     case,
     configured,
-    plan_of,
+    short,
     unwritten,
 )
 
@@ -48,20 +50,25 @@ def say(text: str) -> None:
     print(text, flush=True)
 
 
-def product(experts: PermutedExperts, c: Case, plan: Plan, *, is_w4a8: bool = False) -> Tensor:
+def product(experts: TiledExperts, c: Case, plan: Plan, *, is_w4a8: bool = False) -> Tensor:
     return tile_experts.run(
         c.z, c.ids, c.shares, experts, ACTIVATION, plan, is_pairs=c.is_pairs, fake_activations=is_w4a8
     )
 
 
-def compile_one(name: str, variant: tuple[int, ...]) -> str:
-    """In a worker: run a variant once on garbage, so that what it compiles lies in the cache; no variant: what `checks`
-    runs. Returns "" or what went wrong.
+def compile_one(name: str, plan: Plan | None) -> str:
+    """In a worker: run a variant once on garbage, so that what it compiles lies in the cache, and an illegal access is
+    its own; no variant: what `checks` runs. Returns "" or what went wrong.
     """
+    torch.set_num_threads(1)
+    try:
+        torch.zeros(1, device=DEVICE).item()
+    except RuntimeError:
+        return "not tried: an earlier variant took this worker's device context along"
     try:
         experts, c = unwritten(DEVICE), case(name, DEVICE)
-        if variant:
-            product(experts, c, plan_of(variant))
+        if plan is not None:
+            product(experts, c, plan)
         else:
             product(experts, c, configured(c), is_w4a8=True)
             if name in EXACT_CASES:
@@ -73,33 +80,26 @@ def compile_one(name: str, variant: tuple[int, ...]) -> str:
     return ""
 
 
-def products(experts: PermutedExperts, c: Case, variant: tuple[int, ...]) -> tuple[Callable[[], Tensor], ...]:
-    """Launches of the first and the second product alone; for pairs, seven disjoint sets of experts in turn."""
-    plan, sets = plan_of(variant), [c.ids]
-    if c.is_pairs:
-        sets = list(torch.randperm(RESIDENT, device=c.ids.device).view(-1, 1, ACTIVE))
-        order, table, grid = c.ids, c.ids, c.ids.numel()
-    else:
+def products(experts: TiledExperts, c: Case, plan: Plan) -> tuple[Callable[[], object], ...]:
+    """Launches of the first and the second product alone."""
+    order, table, grid = c.ids, c.ids, c.ids.numel()
+    if not c.is_pairs:
         order, table = tile_experts.grouped(c.ids, RESIDENT, plan.rows)
         grid = table.shape[1]
-    rows = len(c.z) if c.is_pairs else c.ids.numel()
-    x = torch.randn(rows, padded(LATENT), device=c.z.device, dtype=c.z.dtype)
+    inputs = tile_experts.Inputs(plan.first.is_arranged and not c.is_pairs, is_rounded=False)
+    x = c.z
+    if inputs.is_arranged:
+        x = torch.randn(c.ids.numel(), padded(LATENT), device=c.z.device, dtype=c.z.dtype)
     hidden = torch.randn(c.ids.numel(), padded(INNER), device=c.z.device, dtype=c.z.dtype)
+    counters = torch.zeros(len(c.ids), 1024, dtype=torch.int32, device=c.z.device)
 
-    def first() -> Tensor:
-        for ids in sets:
-            last = tile_experts.first(
-                x, ids if c.is_pairs else table, ids, experts, ACTIVATION, plan, grid,
-                is_pairs=c.is_pairs, is_arranged=plan.first.wide == 8,
-            )  # fmt: skip
-        return last
+    def first() -> object:
+        return tile_experts.first(x, table, c.ids, order, experts, ACTIVATION, plan, grid, inputs, is_pairs=c.is_pairs)
 
-    def second() -> Tensor:
-        for ids in sets:
-            last = tile_experts.second(
-                hidden, ids if c.is_pairs else table, ids, order, experts, plan.second, grid, is_pairs=c.is_pairs
-            )
-        return last
+    def second() -> object:
+        if c.is_pairs:  # its counters go on: nothing is added up
+            return tile_experts.second_of_pairs(hidden, c.ids, c.shares, counters, experts, plan.second, c.z.dtype)
+        return tile_experts.second_of_groups(hidden, table, order, experts, plan.second)
 
     return first, second
 
@@ -121,7 +121,7 @@ def poison(device: str) -> None:
     torch.full((1 << 28,), float("nan"), device=device)
 
 
-def checks(experts: PermutedExperts, cases: dict[str, Case]) -> None:
+def checks(experts: TiledExperts, cases: dict[str, Case]) -> None:
     """Grouping against its table in torch, MXFP8 rounding against its reference, W4A8 and float32 against float64."""
     for c in cases.values():
         order, table = tile_experts.grouped(c.ids, RESIDENT, 160)
@@ -143,71 +143,66 @@ def checks(experts: PermutedExperts, cases: dict[str, Case]) -> None:
                 say(f"float32, {c.name}: error {gap(out, c.exact):.2e}")
 
 
-def check_and_time(experts: PermutedExperts, c: Case, variant: tuple[int, ...]) -> None:
-    """One variant: its error, and if that is fine the times of its products."""
+def check_and_time(experts: TiledExperts, c: Case, plan: Plan) -> None:
+    """One variant: its error, and if that is fine the times of the whole and of its products."""
     poison(DEVICE)
-    out = product(experts, c, plan_of(variant))
-    error = gap(out[:CHECKED], c.exact) if c.exact is not None else float("nan")
-    if not error < 1.2e-2 or not bool(torch.isfinite(out).all()):
-        say(f"{c.name}, {variant}: WRONG, error {error:.2e}")
+    outs = [product(experts, c, plan) for _ in range(3)]
+    error = gap(outs[0][:CHECKED], c.exact) if c.exact is not None else float("nan")
+    is_same = all(torch.equal(out, outs[0]) for out in outs)
+    if not error < 1.2e-2 or not bool(torch.isfinite(outs[0]).all()) or not is_same:
+        say(f"{c.name}, {short(plan)}: WRONG, error {error:.2e}, {'' if is_same else 'not '}the same each time")
         return
-    repeats, (samples, inner) = 7 if c.is_pairs else 1, (5, 3) if c.name == "16352 rows" else (9, 5)
-    found = []
-    for part, launch in zip(("first", "second"), products(experts, c, variant), strict=True):
-        c.times[part, variant] = graph_us(launch, samples=samples, inner=inner) / repeats
-        found.append(f"{part} {c.times[part, variant]:.1f}")
-    say(f"{c.name}, {variant}: error {error:.1e}, {', '.join(found)} us")
+    samples, inner = (5, 3) if c.name == "16352 rows" else (9, 5)
+    whole = graph_us(partial(product, experts, c, plan), samples=samples, inner=inner)
+    first, second = (graph_us(f, samples=samples, inner=inner) for f in products(experts, c, plan))
+    c.times[plan] = (whole, first, second)
+    say(f"{c.name}, {short(plan)}: error {error:.1e}, whole {whole:.1f}, first {first:.1f}, second {second:.1f} us")
 
 
 def sweep(
-    compiled: dict[tuple[str, tuple[int, ...]], str], experts: PermutedExperts, cases: dict[str, Case], deadline: float
+    compiled: dict[tuple[str, Plan | None], str], experts: TiledExperts, cases: dict[str, Case], deadline: float
 ) -> None:
     """The variants that compiled, in order; the others with what went wrong."""
-    for (name, variant), wrong in compiled.items():
+    for (name, plan), wrong in compiled.items():
+        label = f"{name}, {'checks' if plan is None else short(plan)}"
         if wrong:
-            say(f"{name}, {variant}: {wrong}")
-        elif not variant:
+            say(f"{label}: {wrong}")
+        elif plan is None:
             continue
         elif time.monotonic() > deadline:
-            say(f"{name}, {variant}: time is up")
+            say(f"{label}: time is up")
         else:
             try:
-                check_and_time(experts, cases[name], variant)
+                check_and_time(experts, cases[name], plan)
             except Exception as error:  # noqa: BLE001 - reported, and the next one goes on
-                say(f"{name}, {variant}: {type(error).__name__}: {str(error)[:200]}")
+                say(f"{label}: {type(error).__name__}: {str(error)[:200]}")
 
 
-def wholes(experts: PermutedExperts, c: Case, limits: Ceilings) -> Iterator[str]:
-    """The whole product: as configured, and with the best tile of each product (equal numbers of rows)."""
+def wholes(experts: TiledExperts, c: Case, limits: Ceilings) -> Iterator[str]:
+    """The table: whole products, the fastest first; then what is configured, W4A8 too, and W4A8 of the fastest."""
     floor = floors(limits, c)
-    plans = {"configured": configured(c)}
-    ranked = sorted((us, part, variant) for (part, variant), us in c.times.items())
-    for part in ("first", "second"):
-        for us, which, variant in ranked:
-            if which == part:
-                yield f"{c.name:11} {part:6} {variant!s:22} {us:9.1f} us {us / floor[part]:5.2f} x floor"
-    for rows in {variant[0] + variant[1] for _, _, variant in ranked}:
-        one, two = (
-            next((v for _, which, v in ranked if which == part and v[0] + v[1] == rows), None)
-            for part in ("first", "second")
+    ranked = sorted(c.times.items(), key=lambda pair: pair[1][0])
+    for plan, (whole, first, second) in ranked:
+        yield (
+            f"{c.name:11} {short(plan):58} whole {whole:8.1f} us {whole / floor['whole']:5.2f} x floor, "
+            f"first {first:8.1f} {first / floor['first']:5.2f}, second {second:8.1f} {second / floor['second']:5.2f}"
         )
-        if one is not None and two is not None:
-            plans[f"{one} {two}"] = Plan(Tile(*one), Tile(*two))
     samples, inner = (5, 3) if c.name == "16352 rows" else (9, 5)
+    plans = {"configured": configured(c)} | ({"fastest": ranked[0][0]} if ranked else {})
     for name, plan in plans.items():
-        for is_w4a8 in (False, True) if name == "configured" else (False,):
+        for is_w4a8 in (False, True):
             us = graph_us(partial(product, experts, c, plan, is_w4a8=is_w4a8), samples=samples, inner=inner)
             kind = "W4A8" if is_w4a8 else "W4A16"
-            yield f"{c.name:11} whole  {kind} {name}: {us:.1f} us, {us / floor['whole']:.2f} x floor"
+            yield f"{c.name:11} {name} {kind}: {us:.1f} us, {us / floor['whole']:.2f} x floor"
 
 
-def compile_all(limit: float) -> tuple[dict[tuple[str, tuple[int, ...]], str], PermutedExperts, dict[str, Case]]:
+def compile_all(limit: float) -> tuple[dict[tuple[str, Plan | None], str], TiledExperts, dict[str, Case]]:
     """Compile in workers, for `limit` seconds at most, and build inputs and references meanwhile.
 
     Nothing is timed before the workers are gone: they share the device.
     """
     longest = max(len(v) for v in VARIANTS.values())
-    queue: list[tuple[str, tuple[int, ...]]] = [(name, ()) for name in VARIANTS]
+    queue: list[tuple[str, Plan | None]] = [(name, None) for name in VARIANTS]
     queue += [(n, v[i]) for i in range(longest) for n, v in VARIANTS.items() if i < len(v)]
     begun = time.monotonic()
     with ProcessPoolExecutor(min(14, os.cpu_count() or 1), mp_context=get_context("spawn")) as pool:
@@ -254,7 +249,7 @@ def dry() -> int:
     """All variants compiled for sm_90."""
     from scripts.gpu.compile_experts import report
 
-    plans = [(name, plan_of(v), CASES[name][2], "bf16") for name, variants in VARIANTS.items() for v in variants]
+    plans = [(name, plan, CASES[name][2], "bf16") for name, variants in VARIANTS.items() for plan in variants]
     return report(plans)
 
 

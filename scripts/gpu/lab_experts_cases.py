@@ -1,16 +1,16 @@
-"""Cases and variants of `lab_experts`: inputs at K3's widths, and the cuts that are tried, the most promising first."""
+"""Cases and variants of `lab_experts`: inputs at K3's widths, and the plans that are tried."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from baltoro.bench.kernels.moe import ACTIVE, INNER, LATENT, RESIDENT
 from baltoro.kernels.moe import tile_experts
-from baltoro.kernels.moe.permute import ROW_UNIT, PermutedExperts, padded
-from baltoro.kernels.moe.products import Packed
+from baltoro.kernels.moe.permute import empty
+from baltoro.kernels.moe.products import TiledExperts
 from baltoro.kernels.moe.tile_experts import Plan, Tile
 
 DEVICE = "cuda"
@@ -18,24 +18,68 @@ ACTIVATION = (1, 4.0, 25.0)  # SiTU
 CHECKED = 16
 EXACT_CASES = ("16 pairs", "512 rows")  # also in float32
 # (tokens, pairs a token, is_pairs)
-CASES = {"16 pairs": (1, ACTIVE, True), "512 rows": (512, 1, False), "16352 rows": (1022, ACTIVE, False)}
-# (rows, more, block, warps, stages, most registers), the most promising first
-VARIANTS: dict[str, tuple[tuple[int, ...], ...]] = {
+CASES = {
+    "16 pairs": (1, ACTIVE, True), "512 rows": (512, 1, False), "16352 rows": (1022, ACTIVE, False),
+    "64 pairs": (4, ACTIVE, True), "64 rows": (4, ACTIVE, False),
+}  # fmt: skip
+LAST = Tile(8, 0, 64, 1, 4)  # the second product of pairs, as it was
+BIG, TWO = Tile(64, 32, 256, 16, 3, 128), Tile(64, 32, 128, 8, 3, 128)
+
+
+def both(tile: Tile, **changes: object) -> Plan:
+    tile = replace(tile, **changes)  # type: ignore[arg-type]
+    return Plan(tile, tile)
+
+
+# The most promising first.
+VARIANTS: dict[str, tuple[Plan, ...]] = {
     "16 pairs": (
-        (8, 0, 64, 2, 3), (8, 0, 32, 2, 4), (8, 0, 32, 1, 4), (8, 0, 64, 1, 3), (8, 0, 32, 2, 3), (8, 0, 64, 2, 4),
-        (8, 0, 32, 1, 3), (8, 0, 16, 1, 4), (8, 0, 32, 2, 6), (8, 0, 64, 1, 4), (8, 0, 32, 1, 1), (8, 0, 128, 2, 3),
-        (8, 0, 16, 1, 6),
+        Plan(Tile(8, 0, 64, 1, 3), replace(LAST, split=2)),
+        Plan(Tile(8, 0, 64, 2, 3), replace(LAST, split=2)),
+        Plan(Tile(8, 0, 64, 1, 3), LAST),
+        Plan(Tile(8, 0, 64, 1, 3), replace(LAST, split=2, fetch=0)),
+        Plan(Tile(8, 0, 64, 1, 3), replace(LAST, split=2, fetch=8)),
+        Plan(Tile(8, 0, 64, 1, 3), replace(LAST, split=3)),
+        Plan(Tile(8, 0, 64, 1, 3), replace(LAST, split=2, stages=3)),
+        Plan(Tile(8, 0, 64, 1, 3), Tile(8, 0, 64, 2, 3, split=2)),
+        Plan(Tile(8, 0, 64, 1, 3, 128), replace(LAST, split=2)),
+        Plan(Tile(8, 0, 64, 1, 4), replace(LAST, split=2)),
+        Plan(Tile(8, 0, 64, 2, 4), replace(LAST, split=2)),
+        Plan(Tile(8, 0, 128, 2, 3), Tile(8, 0, 128, 2, 3, split=2)),
+        Plan(Tile(8, 0, 32, 1, 3), Tile(8, 0, 32, 1, 3)),
+        Plan(Tile(8, 0, 64, 1, 3), replace(LAST, split=2, fetch=12)),
+        Plan(Tile(8, 0, 64, 1, 2), replace(LAST, split=2)),
     ),
     "512 rows": (
-        (8, 0, 64, 2, 3), (8, 0, 64, 1, 3), (16, 0, 64, 2, 3), (8, 0, 32, 1, 4), (8, 0, 128, 2, 3), (8, 0, 64, 2, 4),
-        (16, 0, 64, 1, 3), (16, 0, 128, 2, 3), (16, 0, 32, 1, 4), (16, 0, 128, 8, 4), (8, 0, 32, 2, 4),
+        Plan(Tile(8, 0, 64, 1, 3), Tile(8, 0, 64, 2, 3)),
+        Plan(Tile(8, 0, 64, 1, 3), Tile(8, 0, 64, 2, 3, fetch=0)),
+        both(Tile(8, 0, 64, 2, 3)), both(Tile(8, 0, 64, 1, 3)), both(Tile(8, 0, 128, 2, 3)),
+        both(Tile(8, 0, 128, 2, 3, fetch=0)), both(Tile(8, 0, 64, 1, 4)), both(Tile(8, 0, 64, 1, 3, 128)),
+        both(Tile(8, 0, 128, 2, 4)), both(Tile(8, 0, 256, 4, 3)), both(Tile(16, 0, 64, 2, 3)),
     ),
     "16352 rows": (
-        (128, 32, 128, 8, 3), (64, 32, 128, 8, 3, 128), (128, 64, 128, 8, 3), (64, 16, 128, 8, 3, 128),
-        (128, 0, 128, 8, 3, 128), (64, 0, 128, 8, 3, 128), (128, 0, 256, 16, 3), (64, 0, 128, 8, 4, 128),
-        (128, 32, 128, 8, 4), (64, 64, 128, 8, 3), (128, 32, 256, 16, 3),
+        both(TWO), both(BIG), both(BIG, in_place=True), Plan(BIG, replace(BIG, in_place=True)),
+        both(Tile(64, 16, 256, 16, 3, 128)), both(Tile(64, 16, 128, 8, 3, 128)), both(TWO, in_place=True),
+        both(Tile(128, 0, 256, 16, 3, 128)), both(Tile(64, 0, 128, 8, 3, 128)), both(BIG, stages=4),
+        both(TWO, stages=4), both(TWO, stages=2), both(Tile(64, 0, 256, 16, 3, 128)),
+        both(Tile(64, 32, 64, 4, 3, 128)), both(Tile(128, 32, 128, 8, 3)), both(Tile(128, 32, 256, 16, 3, 128)),
+        both(Tile(128, 0, 128, 8, 3, 128)),
     ),
+    "64 pairs": (Plan(Tile(8, 0, 64, 1, 3), LAST), Plan(Tile(8, 0, 64, 1, 3), replace(LAST, split=2))),
+    "64 rows": (Plan(Tile(8, 0, 64, 1, 3), Tile(8, 0, 64, 2, 3)),),
 }  # fmt: skip
+
+
+def short(plan: Plan) -> str:
+    """Both cuts: rows+more x block, warps, stages, [registers], [split], [fetch], [in place]."""
+    words = []
+    for tile in (plan.first, plan.second):
+        word = f"{tile.rows}+{tile.more}x{tile.block} w{tile.warps} s{tile.stages}"
+        word += f" r{tile.registers}" if tile.registers else ""
+        word += f" k{tile.split}" if tile.split > 1 else ""
+        words.append(word + (" here" if tile.in_place else ""))
+    same = words[0] == words[1]
+    return f"({words[0] if same else ' | '.join(words)}, fetch {plan.second.fetch})"
 
 
 @dataclass
@@ -48,7 +92,7 @@ class Case:
     shares: Tensor
     is_pairs: bool
     exact: Tensor | None = None
-    times: dict[tuple[str, tuple[int, ...]], float] = field(default_factory=dict)
+    times: dict[Plan, tuple[float, float, float]] = field(default_factory=dict)
 
 
 def configured(c: Case) -> Plan:
@@ -60,10 +104,6 @@ def as_float32(c: Case) -> Case:
     return Case(c.name, c.z.float()[:CHECKED], c.ids[:CHECKED], c.shares[:CHECKED], c.is_pairs)
 
 
-def plan_of(variant: tuple[int, ...]) -> Plan:
-    return Plan(Tile(*variant), Tile(*variant))
-
-
 def case(name: str, device: str, dtype: torch.dtype = torch.bfloat16) -> Case:
     """Pairs of distinct experts, drawn at random."""
     tokens, active, is_pairs = CASES[name]
@@ -72,13 +112,6 @@ def case(name: str, device: str, dtype: torch.dtype = torch.bfloat16) -> Case:
     return Case(name, z, ids, torch.rand(tokens, active, device=device), is_pairs)
 
 
-def unwritten(device: str) -> PermutedExperts:
+def unwritten(device: str) -> TiledExperts:
     """Experts to compile against: memory as it is."""
-
-    def matrix(rows: int, columns: int) -> Packed:
-        shape = RESIDENT, rows // 8, columns // 128
-        packed = torch.empty(*shape, 512, dtype=torch.uint8, device=device)
-        return Packed(packed, torch.empty(*shape, 32, dtype=torch.uint8, device=device))
-
-    width, inner = padded(LATENT), padded(INNER)
-    return PermutedExperts(matrix(2 * inner, width), matrix(padded(width, ROW_UNIT), inner), LATENT, INNER)
+    return empty(RESIDENT, LATENT, INNER, device)

@@ -7,8 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baltoro.kernels.moe.permute import padded, permute_experts, permute_matrix, unpermute_matrix, unweave, weave
+from baltoro.kernels.moe.permute import permute_experts
 from baltoro.kernels.moe.products import ExpertWeights, Packed
+from baltoro.kernels.moe.tile_layout import padded, permute_matrix, unpermute_matrix, unweave, weave
 from baltoro.kernels.moe.tiles import tile_table
 from baltoro.kernels.quant.mxfp4 import dequantise, pack
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -82,6 +83,27 @@ def test_every_plan_of_permuted_experts_for_few_and_many_rows(plan: tile_experts
         for is_pairs in {plan is tile_experts.PAIRS, False}:
             out = tile_experts.run(z, ids, shares, permuted, (1, 4.0, 25.0), plan, is_pairs=is_pairs)
             assert gap(out, expected) < TOLERANCES["expert_product_grouped"]["bfloat16"]
+
+
+@pytest.mark.parametrize("split", [1, 2, 3])
+@pytest.mark.parametrize("tokens", [1, 4])
+def test_pairs_are_added_up_by_the_last_program_always_in_the_same_order(tokens: int, split: int) -> None:
+    weights = resident_experts("cuda", num=24, width=1408, inner=1152)
+    tiled, activation = permute_experts(weights), partial(situ_glu, beta=4.0, linear_beta=25.0)
+    z, shares = torch.randn(tokens, 1408, device="cuda").bfloat16(), torch.rand(tokens, 16, device="cuda")
+    ids = torch.rand(tokens, 24, device="cuda").topk(16).indices
+    plan = tile_experts.Plan(tile_experts.PAIRS.first, replace(tile_experts.PAIRS.second, split=split))
+    run = partial(tile_experts.run, z, ids, shares, tiled, (1, 4.0, 25.0), plan, is_pairs=True)
+    expected = grouped(z.double(), ids, shares.double(), weights, activation=activation)
+    out = run()
+    assert gap(out, expected) < TOLERANCES["expert_product_grouped"]["bfloat16"]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run()
+    for _ in range(50):
+        captured.zero_()
+        graph.replay()
+        assert torch.equal(captured, out) and torch.equal(run(), out)
 
 
 @pytest.mark.parametrize("tokens", [1, 700])

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from baltoro.kernels.moe import experts as plain
 from baltoro.kernels.moe.experts import Activation
-from baltoro.kernels.moe.products import ExpertWeights, Packed, scatter
+from baltoro.kernels.moe.products import AnyExperts, Weight, scatter
 from baltoro.kernels.quant import mxfp4, mxfp8
 
 
@@ -21,7 +21,7 @@ def expert_product(
     z: Tensor,
     ids: Tensor,
     weights: Tensor,
-    experts: ExpertWeights,
+    experts: AnyExperts,
     *,
     activation: Activation,
     fake_weights: bool = False,
@@ -30,7 +30,7 @@ def expert_product(
     """z [T, M], ids int64 [T, A], weights [T, A] -> [T, M] in z.dtype."""
     dense = (experts.w1, experts.w3, experts.w2)
     is_plain = z.dtype != torch.bfloat16 or ids.numel() <= plain.MAX_GATHERED_PAIRS
-    if is_plain or any(isinstance(w, Packed) for w in dense):
+    if is_plain or not all(isinstance(w, Tensor) for w in dense):
         return plain.expert_product(
             z,
             ids,
@@ -53,6 +53,6 @@ def expert_product(
     return plain.combine(scatter(out, place, order, 1), weights, z).to(z.dtype)
 
 
-def _stack(weight: Tensor | Packed, is_faked: bool, dtype: torch.dtype) -> Tensor:
+def _stack(weight: Weight, is_faked: bool, dtype: torch.dtype) -> Tensor:
     assert isinstance(weight, Tensor)
     return (mxfp4.fake(weight) if is_faked else weight).to(dtype)

@@ -2,7 +2,8 @@
 
     expert(z) = w2 activation(w1 z, w3 z)
 
-Weights are dense [E, out, in], or packed MXFP4 that is dequantised on use, a few experts at a time, and never written.
+Weights are dense [E, out, in], or packed MXFP4, published order or tiles, that is dequantised on use, a few experts at
+a time, and never written.
 Product with the routing weight and the sum over experts in the accumulate dtype, in the order of `ids`, rounded once:
 a token's result does not depend on who else is in the batch beyond the rounding of matrix products. Forms of the
 same: token-centric (gather the weights of each pair), one token alone, grouped by expert (prefill, training), and every
@@ -18,9 +19,9 @@ import torch
 from torch import Tensor
 
 from baltoro.kernels.lora.experts import ExpertDelta
-from baltoro.kernels.moe.products import ExpertWeights, Packed, grouped_linear, scatter
+from baltoro.kernels.moe.products import AnyExperts, Weight, grouped_linear, scatter
 from baltoro.kernels.precision import acc_dtype
-from baltoro.kernels.quant import mxfp4, mxfp8
+from baltoro.kernels.quant import mxfp8
 
 Activation = Callable[[Tensor, Tensor], Tensor]
 
@@ -37,7 +38,7 @@ def expert_product(
     z: Tensor,
     ids: Tensor,
     weights: Tensor,
-    experts: ExpertWeights,
+    experts: AnyExperts,
     *,
     activation: Activation,
     fake_weights: bool = False,
@@ -60,7 +61,7 @@ def gathered(
     z: Tensor,
     ids: Tensor,
     weights: Tensor,
-    experts: ExpertWeights,
+    experts: AnyExperts,
     *,
     activation: Activation,
     fake_activations: bool = False,
@@ -84,7 +85,7 @@ def single(
     z: Tensor,
     ids: Tensor,
     weights: Tensor,
-    experts: ExpertWeights,
+    experts: AnyExperts,
     *,
     activation: Activation,
     fake_activations: bool = False,
@@ -114,7 +115,7 @@ def grouped(
     z: Tensor,
     ids: Tensor,
     weights: Tensor,
-    experts: ExpertWeights,
+    experts: AnyExperts,
     *,
     activation: Activation,
     fake_activations: bool = False,
@@ -143,7 +144,7 @@ def everywhere(
     z: Tensor,
     ids: Tensor,
     weights: Tensor,
-    experts: ExpertWeights,
+    experts: AnyExperts,
     *,
     activation: Activation,
     fake_activations: bool = False,
@@ -166,29 +167,19 @@ def everywhere(
     return total.to(z.dtype)
 
 
-def _all(weight: Tensor | Packed, dtype: torch.dtype) -> Tensor:
+def _all(weight: Weight, dtype: torch.dtype) -> Tensor:
     """Every expert's matrix [E, out, in]; dense ones are not copied."""
-    if isinstance(weight, Packed):
-        return mxfp4.dequantise(weight.packed, weight.scale, dtype)
-    return weight.to(dtype)
+    return weight.to(dtype) if isinstance(weight, Tensor) else weight.dense(slice(None), dtype)
 
 
-def _size(experts: ExpertWeights) -> tuple[int, int]:
-    """How many experts, and elements of one matrix."""
-    weight = experts.w1
-    if isinstance(weight, Packed):
-        return len(weight.packed), 2 * weight.packed[0].numel()
-    return len(weight), weight[0].numel()
-
-
-def _form(ids: Tensor, experts: ExpertWeights) -> Callable[..., Tensor]:
+def _form(ids: Tensor, experts: AnyExperts) -> Callable[..., Tensor]:
     """The form that takes least time without gradients."""
     if not ids.is_cpu:
         return gathered if ids.numel() <= MAX_GATHERED_PAIRS else grouped
-    if len(ids) == 1 and not isinstance(experts.w1, Packed):
+    if len(ids) == 1 and isinstance(experts.w1, Tensor):
         return single
-    num_experts, size = _size(experts)
-    is_small = num_experts * size <= MAX_EVERYWHERE and num_experts <= MAX_WASTE * ids.shape[1]
+    num_experts, rows, columns = experts.w1.shape
+    is_small = num_experts * rows * columns <= MAX_EVERYWHERE and num_experts <= MAX_WASTE * ids.shape[1]
     return everywhere if is_small else grouped
 
 

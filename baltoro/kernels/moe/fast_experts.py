@@ -1,6 +1,6 @@
 """The product of packed MXFP4 experts in Triton: pair by pair for decode, grouped on the device for prefill.
 
-In and out: as `experts.expert_product`; the experts permuted (permute.py): the fast way, in tile_experts.py; or in the
+In and out: as `experts.expert_product`; the experts in tiles (permute.py): the fast way, in tile_experts.py; or in the
 published order: a fallback that needs no copy of the weights and takes every scale up to 2^113. There products and sums
 are in fp32; between the two products decode keeps fp32, prefill rounds to z.dtype. W4A8 (`fake_activations`) rounds the
 inputs of both products to MXFP8; the arithmetic stays that of z.dtype.
@@ -18,8 +18,7 @@ from torch import Tensor
 
 from baltoro.kernels.moe import device_grouped, tile_experts
 from baltoro.kernels.moe.experts import Activation
-from baltoro.kernels.moe.permute import PermutedExperts
-from baltoro.kernels.moe.products import ExpertWeights, Packed
+from baltoro.kernels.moe.products import AnyExperts, ExpertWeights, Packed, TiledExperts
 from baltoro.kernels.moe.reference import silu_glu, situ_glu
 from baltoro.kernels.moe.tiles import tile_table
 from baltoro.kernels.quant import mxfp8
@@ -42,24 +41,20 @@ def expert_product(
     z: Tensor,
     ids: Tensor,
     weights: Tensor,
-    experts: ExpertWeights | PermutedExperts,
+    experts: AnyExperts,
     *,
     activation: Activation,
     fake_weights: bool = False,
     fake_activations: bool = False,
 ) -> Tensor:
-    """z [T, M], ids int64 [T, A], weights [T, A] -> [T, M] in z.dtype. Permuted experts have no other form to go to."""
+    """z [T, M], ids int64 [T, A], weights [T, A] -> [T, M] in z.dtype."""
     known = known_activation(activation)
     is_ours = known is not None and z.dtype in (torch.bfloat16, torch.float32)
     is_ours = is_ours and not (torch.is_grad_enabled() and (z.requires_grad or weights.requires_grad))
-    packed = isinstance(experts, PermutedExperts) or all(
-        isinstance(w, Packed) for w in (experts.w1, experts.w3, experts.w2)
-    )
+    packed = experts.order == "tiled" or all(isinstance(w, Packed) for w in (experts.w1, experts.w3, experts.w2))
     if known is not None and is_ours and packed:
         form = of_pairs if ids.numel() <= MAX_PAIRS else of_groups
         return form(z, ids, weights, experts, known, fake_activations=fake_activations)
-    if isinstance(experts, PermutedExperts):
-        raise TypeError("permuted experts run in bf16 or float32, without gradients, with SiTU or SiLU only")
     return device_grouped.expert_product(
         z,
         ids,
@@ -89,7 +84,7 @@ def of_pairs(
     z: Tensor,
     ids: Tensor,
     weights: Tensor,
-    experts: ExpertWeights | PermutedExperts,
+    experts: AnyExperts,
     known: KnownActivation,
     *,
     fake_activations: bool = False,
@@ -99,7 +94,7 @@ def of_pairs(
 
     from baltoro.kernels.moe import expert_kernels as kernels
 
-    if isinstance(experts, PermutedExperts):
+    if isinstance(experts, TiledExperts):
         return _permuted(z, ids, weights, experts, known, fake_activations=fake_activations, is_pairs=True)
     w1, w3, w2 = _matrices(experts)
     num_hidden, width = w1.packed.shape[1], w2.packed.shape[1]
@@ -126,7 +121,7 @@ def of_groups(
     z: Tensor,
     ids: Tensor,
     weights: Tensor,
-    experts: ExpertWeights | PermutedExperts,
+    experts: AnyExperts,
     known: KnownActivation,
     *,
     fake_activations: bool = False,
@@ -137,7 +132,7 @@ def of_groups(
     from baltoro.kernels.moe import expert_kernels as kernels
     from baltoro.kernels.moe import tile_moves
 
-    if isinstance(experts, PermutedExperts):
+    if isinstance(experts, TiledExperts):
         return _permuted(z, ids, weights, experts, known, fake_activations=fake_activations, is_pairs=False)
     w1, w3, w2 = _matrices(experts)
     num_experts, num_hidden, width = len(w1.packed), w1.packed.shape[1], w2.packed.shape[1]
@@ -169,7 +164,7 @@ def _permuted(
     z: Tensor,
     ids: Tensor,
     weights: Tensor,
-    experts: PermutedExperts,
+    experts: TiledExperts,
     known: KnownActivation,
     *,
     fake_activations: bool,

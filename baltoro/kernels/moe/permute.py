@@ -1,131 +1,68 @@
-"""An order of MXFP4 bytes for kernels: what a thread of a matrix instruction needs lies together, ready for masks.
+"""Packed experts put into tiles (tile_layout.py), and their published bytes back.
 
-    matrix of an expert   columns padded to 128, rows to 256 (gate and up: 128 each), with zero codes; in tiles of
-                          8 rows x 128 columns, those of the same rows one after the other:
-                          bytes [rows/8, columns/128, 512], scales [rows/8, columns/128, 32]
-    tile                  512 bytes: 8 rows of 4 blocks of 32 columns, 16 bytes a block
-    block                 4 words of 32 bits, each in little-endian bytes; word i holds columns 4i .. 4i + 3 and
-                          16 + 4i .. 16 + 4i + 3 of the block
-    word                  pair p of its eight codes is two neighbouring columns, one in each half of 16 bits. Code bits
-                          (sign, three others) of pair 0, 1, 2, 3 at the places 15 8 7 6, 12 5 4 3, 9 2 1 0, 14 11 10 13
-                          of a half: a shift (0, 3, 6) and a mask make two numbers of bf16, 2^-126 times the values.
-    gate and up           one matrix: 8 rows of the gate, 8 rows up, in turn; its activation needs no exchange
-
-Files and the model's buffers hold the published order (two neighbouring columns a byte, the even one low).
-Source: spec/kernels.md E.5 (packed conversion, offline order).
+In: `ExpertWeights` of packed matrices. Out: `TiledExperts`, copies; an expert at a time, so that little more than the
+copies is held. Scales are taken as they are: whoever computes in bf16 asks `fits_bf16` first.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
-from baltoro.kernels.moe.products import ExpertWeights, Packed
-from baltoro.kernels.quant.mxfp4 import BLOCK, pack, unpack
+from baltoro.kernels.moe.products import ExpertWeights, Packed, Tiled, TiledExperts
+from baltoro.kernels.moe.tile_layout import ROW_UNIT, ROWS, UNIT, padded, permute_matrix, unpermute_matrix
+from baltoro.kernels.quant.mxfp4 import BLOCK
 
-UNIT, ROW_UNIT = 128, 256  # columns and rows are padded to multiples of them
-ROWS = 8  # of a tile
-# Of each pair, for a code 0..15: the sign's place, and the left shifts of its bits 2 and 1, and of bit 0.
-PLACES = ((15, 6, 6), (12, 3, 3), (9, 0, 0), (14, 9, 13))
+MAX_SCALE = 160  # the byte of 2^33: beyond, products of tiles in bf16 become infinite
 
 
-@dataclass(frozen=True, slots=True)
-class PermutedExperts:
-    """w1 and w3 as one matrix [E, 2 F', M'] and w2 [E, M'', F'] in tiles; ' padded to UNIT, '' to ROW_UNIT.
-
-    first, second   packed uint8 [E, rows/8, columns/128, 512], scale uint8 [E, rows/8, columns/128, 32]
-    width, inner    M and F, unpadded
-    """
-
-    first: Packed
-    second: Packed
-    width: int
-    inner: int
-
-
-def padded(size: int, unit: int = UNIT) -> int:
-    """The next multiple of `unit`."""
-    return -(-size // unit) * unit
-
-
-def weave(codes: Tensor) -> Tensor:
-    """Codes uint8 [..., 32 n] in the order of the columns -> bytes uint8 [..., 16 n]."""
-    # [..., block, half of the block, word, pair of that half, lane]
-    parts = torch.unflatten(codes.int(), -1, (-1, 2, 4, 2, 2))
-    words = torch.zeros(parts[..., 0, :, 0, 0].shape, dtype=torch.int64, device=codes.device)
-    for pair, (sign, upper, last) in enumerate(PLACES):
-        for lane in range(2):
-            code = parts[..., pair // 2, :, pair % 2, lane].long()
-            lane_bits = (code >> 3) << sign | ((code & 6) << upper) | ((code & 1) << last)
-            words |= lane_bits << (16 * lane)
-    return torch.stack([words >> shift & 255 for shift in (0, 8, 16, 24)], -1).to(torch.uint8).flatten(-3)
-
-
-def unweave(woven: Tensor) -> Tensor:
-    """The codes that `weave` took."""
-    octets = torch.unflatten(woven.long(), -1, (-1, 4, 4))
-    words = (octets << 8 * torch.arange(4, device=woven.device)).sum(-1)
-    out = torch.zeros(*words.shape[:-1], 2, 4, 2, 2, dtype=torch.uint8, device=woven.device)
-    for pair, (sign, upper, last) in enumerate(PLACES):
-        for lane in range(2):
-            bits = words >> (16 * lane)
-            code = ((bits >> sign) & 1) << 3 | (bits >> upper & 6) | (bits >> last & 1)
-            out[..., pair // 2, :, pair % 2, lane] = code.to(torch.uint8)
-    return out.flatten(-5)
-
-
-def tiled(matrix: Tensor, width: int) -> Tensor:
-    """[rows, columns], both multiples of a tile's -> [rows/8, columns/width, 8 width]."""
-    rows, columns = matrix.shape
-    return matrix.view(rows // ROWS, ROWS, columns // width, width).transpose(1, 2).flatten(2)
-
-
-def permute_matrix(packed: Tensor, scale: Tensor, row_unit: int) -> tuple[Tensor, Tensor]:
-    """Published bytes [rows, C/2] and scales [rows, C/32] -> tiles of both, padded."""
-    rows, blocks = scale.shape
-    short_rows, short_blocks = padded(rows, row_unit) - rows, (padded(blocks * BLOCK) // BLOCK) - blocks
-    codes = torch.nn.functional.pad(unpack(packed), (0, short_blocks * BLOCK, 0, short_rows))
-    scale = torch.nn.functional.pad(scale, (0, short_blocks, 0, short_rows), value=127)
-    return tiled(weave(codes), UNIT // 2), tiled(scale, UNIT // BLOCK)
-
-
-def unpermute_matrix(packed: Tensor, scale: Tensor, rows: int, columns: int) -> tuple[Tensor, Tensor]:
-    """The published bytes and scales of `permute_matrix`'s result."""
-    woven, scales = (
-        torch.unflatten(t, 2, (ROWS, -1)).transpose(1, 2).flatten(2).flatten(0, 1) for t in (packed, scale)
-    )
-    return pack(unweave(woven)[:rows, :columns]), scales[:rows, : columns // BLOCK].contiguous()
-
-
-def permute_experts(experts: ExpertWeights) -> PermutedExperts:
-    """Permuted copies of packed matrices, an expert at a time, so that little more than the copies is held.
-
-    Errors: TypeError for dense matrices.
-    """
+def permute_experts(experts: ExpertWeights) -> TiledExperts:
+    """Tiles of packed matrices. Errors: TypeError for dense matrices."""
     gate, up, down = _packed(experts.w1), _packed(experts.w3), _packed(experts.w2)
     count, inner, width = len(gate.packed), gate.packed.shape[1], down.packed.shape[1]
-    first = _empty(count, 2 * padded(inner), padded(width), gate.packed.device)
-    second = _empty(count, padded(width, ROW_UNIT), padded(inner), gate.packed.device)
+    out = empty(count, width, inner, gate.packed.device)
     for expert in range(count):
         halves = [permute_matrix(w.packed[expert], w.scale[expert], UNIT) for w in (gate, up)]
-        for into, one in zip((first.packed, first.scale), zip(*halves, strict=True), strict=True):
+        for into, one in zip((out.first.packed, out.first.scale), zip(*halves, strict=True), strict=True):
             into[expert].copy_(torch.stack(one, 1).flatten(0, 1))
         packed, scale = permute_matrix(down.packed[expert], down.scale[expert], ROW_UNIT)
-        second.packed[expert].copy_(packed)
-        second.scale[expert].copy_(scale)
-    return PermutedExperts(first, second, width, inner)
+        out.second.packed[expert].copy_(packed)
+        out.second.scale[expert].copy_(scale)
+    return out
 
 
-def _empty(count: int, rows: int, columns: int, device: torch.device) -> Packed:
-    shape = (count, rows // ROWS, columns // UNIT)
-    sizes = (ROWS * UNIT // 2, ROWS * UNIT // BLOCK)
-    packed, scale = (torch.empty(*shape, size, dtype=torch.uint8, device=device) for size in sizes)
+def published(tiles: Tiled) -> Packed:
+    """The bytes of all experts of a matrix in the published order: a copy."""
+    count, device = len(tiles.packed), tiles.packed.device
+    packed = torch.empty(count, tiles.rows, tiles.columns // 2, dtype=torch.uint8, device=device)
+    scale = torch.empty(count, tiles.rows, tiles.columns // BLOCK, dtype=torch.uint8, device=device)
+    for expert in range(count):
+        one = unpermute_matrix(tiles.packed[expert], tiles.scale[expert], tiles.rows, tiles.columns)
+        packed[expert].copy_(one[0])
+        scale[expert].copy_(one[1])
     return Packed(packed, scale)
 
 
-def _packed(weight: Tensor | Packed) -> Packed:
+def fits_bf16(experts: ExpertWeights) -> bool:
+    """Whether products of its tiles in bf16 are exact: no scale is beyond MAX_SCALE."""
+    return all(int(_packed(w).scale.max()) <= MAX_SCALE for w in (experts.w1, experts.w3, experts.w2))
+
+
+def empty(count: int, width: int, inner: int, device: torch.device | str) -> TiledExperts:
+    """Memory for tiles of `count` experts, M and F given."""
+    first = _tiles(count, 2 * padded(inner), padded(width), device)
+    second = _tiles(count, padded(width, ROW_UNIT), padded(inner), device)
+    return TiledExperts(*first, *second, width, inner)
+
+
+def _tiles(count: int, rows: int, columns: int, device: torch.device | str) -> tuple[Tensor, Tensor]:
+    shape = (count, rows // ROWS, columns // UNIT)
+    sizes = (ROWS * UNIT // 2, ROWS * UNIT // BLOCK)
+    packed, scale = (torch.empty(*shape, size, dtype=torch.uint8, device=device) for size in sizes)
+    return packed, scale
+
+
+def _packed(weight: Tensor | Packed | Tiled) -> Packed:
     if not isinstance(weight, Packed):
-        raise TypeError("only packed experts have an order of nibbles; quantise dense ones first")
+        raise TypeError("only packed experts in the published order can be put into tiles; quantise dense ones first")
     return weight

@@ -1,9 +1,11 @@
-"""The product of permuted MXFP4 experts: tiles of weights straight into the matrix instructions' registers.
+"""The product of tiled MXFP4 experts: tiles of weights straight into the matrix instructions' registers.
 
-In and out: as `fast_experts.expert_product`, experts in the order of permute.py. Products and sums in fp32 (float32
+In and out: as `fast_experts.expert_product`, experts in tiles (tile_layout.py). Products and sums in fp32 (float32
 inputs in IEEE fp32, bfloat16 ones with bf16 operands, exact for these weights); rounded to z.dtype between the two
 products, and, grouped, once more before the weighted sum. Scale bytes above 160 (2^33) become infinite.
-Launches: [count, group], arrange, first product, [arrange with rounding], second product, combine; no word to the host.
+Launches for pairs: two, the second of which starts while the first ends and adds up at its own end; W4A8 has one more,
+which rounds. Grouped: count, group, first product, second product, combine; with wgmma inputs are put in order by
+launches of their own. No word to the host.
 Source: spec/k3.md 3.7, spec/kernels.md E.4, E.5.
 """
 
@@ -17,7 +19,10 @@ import torch
 from torch import Tensor
 
 from baltoro.errors import InvariantError
-from baltoro.kernels.moe.permute import ROW_UNIT, UNIT, PermutedExperts, padded
+from baltoro.kernels.device import has_dependent_launch
+from baltoro.kernels.moe.products import TiledExperts
+from baltoro.kernels.moe.tile_layout import ROW_UNIT, UNIT, padded
+from baltoro.kernels.quant.mxfp4 import BLOCK
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +30,9 @@ class Tile:
     """How a product is cut: `rows` + `more` rows of inputs (each a power of two, or no more) by `block` of weights.
 
     registers   most a thread may have, 0 for no bound: fewer, so that more programs are resident
+    split       pieces of the columns, each with programs of its own; of the second product of pairs only
+    fetch       units of weights that the second product asks for before the first has ended
+    in_place    wgmma's inputs are loaded where they lie, four bytes at a time, not put in order by another launch
     """
 
     rows: int
@@ -33,11 +41,19 @@ class Tile:
     warps: int
     stages: int
     registers: int = 0
+    split: int = 1
+    fetch: int = 4
+    in_place: bool = False
 
     @property
     def wide(self) -> int:
         """Columns in a run of a thread's operand: Triton takes wgmma for four warps and 64 rows of weights or more."""
         return 2 if self.warps % 4 == 0 and self.block >= 64 else 8
+
+    @property
+    def is_arranged(self) -> bool:
+        """Whether grouped inputs come in the order of the products' positions."""
+        return self.wide == 2 and not self.in_place
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,12 +71,21 @@ class Plan:
         return total
 
 
-# mma.sync, which wastes less on 8 rows than wgmma does, in programs of two warps that share only the inputs' tile. For
-# 16 pairs of 6144 and 3584 rows every program is resident at once: 24 and 27 warps a multiprocessor.
-PAIRS = Plan(Tile(8, 0, 64, 1, 3), Tile(8, 0, 64, 1, 4))
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """How the first product finds its inputs (put in the order of its positions, or as the tokens are), and whether
+    it rounds what it leaves for the second through MXFP8."""
+
+    is_arranged: bool
+    is_rounded: bool
+
+
+# mma.sync, which wastes less on 8 rows than wgmma does, in programs of one warp. For 16 pairs of 6144 and 3584 rows the
+# first has 12 of them a multiprocessor; the second would have 7, so it is split in two along the columns.
+PAIRS = Plan(Tile(8, 0, 64, 1, 3), Tile(8, 0, 64, 1, 4, split=2))
 # By the mean number of rows an expert, up to: more rows a tile share one conversion of the weights. Timed on an H200
-# (2026-11-30), whole products: 531 us for 512 rows, 3067 us for 16,352. Tiles of 64 or 128 rows without a second part
-# gave wrong sums at 128 registers (1.2e-2, NaN) and are not used; nothing between 16 and 96 rows was timed.
+# (2026-11-30), before inputs were loaded in place: 531 us for 512 rows, 3067 us for 16,352. A bound of 128 registers
+# keeps two programs of 8 warps, or one of 16, on a multiprocessor; nothing between 16 and 96 rows was timed.
 GROUPS = (
     (6.0, Plan(Tile(8, 0, 64, 1, 3), Tile(8, 0, 64, 2, 3))),
     (12.0, Plan(Tile(16, 0, 128, 2, 3), Tile(16, 0, 128, 2, 3))),
@@ -83,7 +108,7 @@ def run(
     z: Tensor,
     ids: Tensor,
     weights: Tensor,
-    experts: PermutedExperts,
+    experts: TiledExperts,
     activation: tuple[int, float, float],
     plan: Plan,
     *,
@@ -94,28 +119,27 @@ def run(
 
     is_pairs: each pair is a tile of one row and nothing is sorted; otherwise pairs are grouped by expert.
     """
-    from triton import cdiv
-
-    from baltoro.kernels.moe import tile_moves
-
-    out = torch.empty(z.shape, dtype=z.dtype, device=z.device)
     if not ids.numel():
-        return out.zero_()
-    z, ids, count = z.contiguous(), ids.contiguous(), len(experts.first.packed)
+        return torch.zeros_like(z)
+    z, ids, count = z.contiguous(), ids.contiguous(), len(experts.first_packed)
     order, table = (ids, ids) if is_pairs else grouped(ids, count, plan.rows)
-    arrange = partial(arranged, num_active=ids.shape[1], is_rounded=fake_activations)
-    x = arrange(z, None if is_pairs else order, plan.first.wide, experts.width)
-    grid = ids.numel() if is_pairs else table.shape[1]
-    # Stores to arranged columns would break up the runs of wgmma (ptxas C7515): there, another pass arranges.
-    is_arranged = plan.second.wide == 8 and plan.first.wide == 8 and not fake_activations
-    hidden = first(x, table, ids, experts, activation, plan, grid, is_pairs=is_pairs, is_arranged=is_arranged)
-    if not is_arranged:
-        hidden = arrange(hidden, None, plan.second.wide, hidden.shape[1])
-    parts = second(hidden, table, ids, order, experts, plan.second, grid, is_pairs=is_pairs)
-    tile_moves.combine[(len(z), cdiv(experts.width, 512))](
-        parts, weights.contiguous(), out, ids.shape[1], experts.width, BLOCK=512, num_warps=2
-    )
-    return out
+    arrange = partial(arranged, num_active=ids.shape[1])
+    is_arranged, x = plan.first.is_arranged and not is_pairs, z
+    # by the first product itself where a program has whole blocks of 32; it would break up the runs of wgmma
+    is_rounded = fake_activations and plan.first.wide == 8 and plan.first.block >= 64
+    if is_arranged:
+        x = arrange(z, order, 2, experts.width, is_rounded=fake_activations)
+    elif fake_activations:
+        x = arrange(z, None, BLOCK, experts.width, is_rounded=True)
+    inputs, grid = Inputs(is_arranged, is_rounded), ids.numel() if is_pairs else table.shape[1]
+    hidden, counters = first(x, table, ids, order, experts, activation, plan, grid, inputs, is_pairs=is_pairs)
+    is_arranged, is_rounded = plan.second.is_arranged and not is_pairs, fake_activations and not is_rounded
+    if is_arranged or is_rounded:
+        hidden = arrange(hidden, None, 2 if is_arranged else BLOCK, hidden.shape[1], is_rounded=is_rounded)
+    if is_pairs:
+        return second_of_pairs(hidden, ids, weights, counters, experts, plan.second, z.dtype)
+    parts = second_of_groups(hidden, table, order, experts, plan.second)
+    return combine(parts, weights, z)
 
 
 def grouped(ids: Tensor, num_experts: int, rows: int) -> tuple[Tensor, Tensor]:
@@ -153,14 +177,13 @@ def arranged(x: Tensor, order: Tensor | None, wide: int, width: int, *, num_acti
     return out
 
 
-def _shape(tile: Tile, *, is_pairs: bool) -> dict[str, Any]:
+def _shape(tile: Tile) -> dict[str, Any]:
     """A kernel's constants and options."""
     from triton import knobs
 
     bound = {"maxnreg": tile.registers} if tile.registers else {}
     return bound | {
-        "N1": tile.rows, "N2": tile.more, "BLOCK": tile.block, "WIDE": tile.wide, "WARPS": tile.warps,
-        "IS_PAIRS": is_pairs, "INTERPRET": knobs.runtime.interpret,
+        "BLOCK": tile.block, "WIDE": tile.wide, "WARPS": tile.warps, "INTERPRET": knobs.runtime.interpret,
         "num_warps": tile.warps, "num_stages": tile.stages,
     }  # fmt: skip
 
@@ -169,46 +192,100 @@ def first(
     x: Tensor,
     table: Tensor,
     ids: Tensor,
-    experts: PermutedExperts,
+    order: Tensor,
+    experts: TiledExperts,
     activation: tuple[int, float, float],
     plan: Plan,
     grid: int,
+    inputs: Inputs,
     *,
     is_pairs: bool,
-    is_arranged: bool,
-) -> Tensor:
-    """hidden [pairs, F'] in x.dtype."""
+) -> tuple[Tensor, Tensor]:
+    """hidden [pairs, F'] in x.dtype; counters int32 [T, blocks of the second product], zeros (pairs only)."""
+    from triton import next_power_of_2
+
     from baltoro.kernels.moe import tile_kernels
 
-    inner, (kind, beta, linear_beta), w = padded(experts.inner), activation, experts.first
+    inner, (kind, beta, linear_beta), tile = padded(experts.inner), activation, plan.first
     hidden = torch.empty(ids.numel(), inner, dtype=x.dtype, device=x.device)
-    tile_kernels.first_product[(2 * inner // plan.first.block, grid)](
-        x, table, ids, w.packed.view(torch.int32), w.scale, hidden,
-        len(w.packed), ids.shape[1], x.shape[1] // UNIT, inner // UNIT, beta, linear_beta,
-        KIND=kind, WIDE_NEXT=plan.second.wide, IS_ARRANGED=is_arranged, **_shape(plan.first, is_pairs=is_pairs),
+    num_counters = padded(experts.width, ROW_UNIT) // plan.second.block
+    counters = torch.empty(len(ids) if is_pairs else 0, num_counters, dtype=torch.int32, device=x.device)
+    units = padded(experts.width) // UNIT
+    tile_kernels.first_product[(2 * inner // tile.block, grid)](
+        x, table, ids, order, experts.first_packed.view(torch.int32), _scales(experts.first_scale, tile),
+        hidden, counters,
+        len(experts.first_packed), ids.shape[1], x.shape[1], x.shape[1], units, inner // UNIT, num_counters,
+        beta, linear_beta, KIND=kind, N1=tile.rows, N2=tile.more, COUNTERS=next_power_of_2(num_counters),
+        IS_PAIRS=is_pairs, IS_ARRANGED=inputs.is_arranged, IS_WHOLE=x.shape[1] % UNIT == 0,
+        IS_ROUNDED=inputs.is_rounded, PDL=has_dependent_launch(x), **_shape(tile),
     )  # fmt: skip
-    return hidden
+    return hidden, counters
 
 
-def second(
-    hidden: Tensor,
-    table: Tensor,
-    ids: Tensor,
-    order: Tensor,
-    experts: PermutedExperts,
-    tile: Tile,
-    grid: int,
-    *,
-    is_pairs: bool,
-) -> Tensor:
-    """parts [pairs, M], fp32 for single pairs."""
+def second_of_groups(hidden: Tensor, table: Tensor, order: Tensor, experts: TiledExperts, tile: Tile) -> Tensor:
+    """parts [pairs, M] of hidden [pairs, F'] sorted by expert, in the order of the pairs."""
     from baltoro.kernels.moe import tile_kernels
 
-    w, kept = experts.second, torch.float32 if is_pairs else hidden.dtype
-    parts = torch.empty(ids.numel(), experts.width, dtype=kept, device=hidden.device)
-    rows = padded(experts.width, ROW_UNIT)
-    tile_kernels.second_product[(rows // tile.block, grid)](
-        hidden, table, ids, order, w.packed.view(torch.int32), w.scale, parts,
-        len(w.packed), hidden.shape[1] // UNIT, rows // 8, experts.width, **_shape(tile, is_pairs=is_pairs),
+    parts = torch.empty(len(hidden), experts.width, dtype=hidden.dtype, device=hidden.device)
+    rows, is_dependent = padded(experts.width, ROW_UNIT), has_dependent_launch(hidden) and not tile.is_arranged
+    tile_kernels.second_of_groups[(rows // tile.block, table.shape[1])](
+        hidden, table, order, experts.second_packed.view(torch.int32), _scales(experts.second_scale, tile), parts,
+        len(experts.second_packed), hidden.shape[1] // UNIT, rows // 8, experts.width, N1=tile.rows, N2=tile.more,
+        IS_ARRANGED=tile.is_arranged, FETCH=_fetch(tile, hidden), PDL=is_dependent,
+        **_shape(tile), **_launch(is_dependent),
     )  # fmt: skip
     return parts
+
+
+def second_of_pairs(
+    hidden: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    counters: Tensor,
+    experts: TiledExperts,
+    tile: Tile,
+    dtype: torch.dtype,
+) -> Tensor:
+    """[T, M] in `dtype` of hidden [pairs, F'], ids and weights [T, A], counters of zeros."""
+    from triton import next_power_of_2
+
+    from baltoro.kernels.moe import tile_kernels
+
+    rows, is_dependent = padded(experts.width, ROW_UNIT), has_dependent_launch(hidden)
+    parts = torch.empty(len(hidden), tile.split, experts.width, dtype=torch.float32, device=hidden.device)
+    out = torch.empty(len(ids), experts.width, dtype=dtype, device=hidden.device)
+    tile_kernels.second_of_pairs[(rows // tile.block, len(hidden) * tile.split)](
+        hidden, ids, weights.contiguous(), experts.second_packed.view(torch.int32),
+        _scales(experts.second_scale, tile), parts, counters, out,
+        ids.shape[1], hidden.shape[1] // UNIT, rows // 8, experts.width,
+        N=tile.rows, SPLIT=tile.split, PARTS=next_power_of_2(ids.shape[1] * tile.split), FETCH=_fetch(tile, hidden),
+        PDL=is_dependent, **_shape(tile), **_launch(is_dependent),
+    )  # fmt: skip
+    return out
+
+
+def combine(parts: Tensor, weights: Tensor, z: Tensor) -> Tensor:
+    """[T, M] in z.dtype: the weighted sums of parts [pairs, M]."""
+    from triton import cdiv
+
+    from baltoro.kernels.moe import tile_moves
+
+    out, width = torch.empty_like(z), parts.shape[1]
+    tile_moves.combine[(len(z), cdiv(width, 512))](
+        parts, weights.contiguous(), out, weights.shape[1], width, BLOCK=512, num_warps=2
+    )
+    return out
+
+
+def _scales(scale: Tensor, tile: Tile) -> Tensor:
+    """Bytes, or for wgmma words of the four bytes of a row in a unit."""
+    return scale if tile.wide == 8 else scale.view(torch.int32)
+
+
+def _fetch(tile: Tile, hidden: Tensor) -> int:
+    """Units that are asked for early, no more than a piece has."""
+    return min(tile.fetch, hidden.shape[1] // UNIT // tile.split)
+
+
+def _launch(is_dependent: bool) -> dict[str, bool]:
+    return {"launch_pdl": True} if is_dependent else {}

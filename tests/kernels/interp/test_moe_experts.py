@@ -138,7 +138,11 @@ def test_pairs_are_grouped_as_in_torch(tokens: int, active: int, num: int, rows:
     assert torch.equal(table[:, table[0] < num], expected[:, expected[0] < num])
 
 
-@pytest.mark.parametrize("cut", [(16, 0, 64, 2, 1), (16, 8, 128, 8, 1, 128)])
+@pytest.mark.parametrize(
+    "cut",
+    [(16, 0, 64, 2, 1), (16, 8, 128, 8, 1, 128), (16, 8, 128, 8, 1, 0, 1, 4, True)],
+    ids=["warp", "group", "here"],
+)
 def test_every_cut_is_the_same_product(cut: tuple[int, ...]) -> None:
     z, bytes_, ids = torch.randn(25, M), experts(3), torch.tensor([[0, 2]]).repeat(25, 1)
     weights, tile = torch.rand(25, A), tile_experts.Tile(*cut)
@@ -148,14 +152,32 @@ def test_every_cut_is_the_same_product(cut: tuple[int, ...]) -> None:
     assert gap(out, expected) < 1e-6
 
 
+@pytest.mark.parametrize(("split", "active", "width"), [(1, 3, 96), (3, 1, 352)])
+def test_pieces_of_a_pair_are_added_up_by_the_last(split: int, active: int, width: int) -> None:
+    z, bytes_ = torch.randn(2, width), experts(4, width=width, hidden=352)
+    ids, weights = torch.rand(2, 4).topk(active).indices, torch.rand(2, active)
+    plan = tile_experts.Plan(tile_experts.Tile(8, 0, 128, 2, 1), tile_experts.Tile(8, 0, 128, 2, 1, split=split))
+    expected = gathered(z.double(), ids, weights.double(), bytes_, activation=ACTIVATIONS["situ"])
+    out = tile_experts.run(z, ids, weights, permute_experts(bytes_), (1, 4.0, 25.0), plan, is_pairs=True)
+    assert gap(out, expected) < 1e-6
+
+
+@pytest.mark.parametrize("form", list(FORMS))
+def test_the_tiny_models_sizes_are_padded(form: str) -> None:
+    z, bytes_, known = torch.randn(1, 128), experts(6, width=128, hidden=96), fast_experts.KnownActivation(1, 4.0, 25.0)
+    ids, weights = torch.rand(1, 6).topk(4).indices, torch.rand(1, 4)
+    expected = gathered(z.double(), ids, weights.double(), bytes_, activation=ACTIVATIONS["situ"])
+    assert gap(FORMS[form](z, ids, weights, permute_experts(bytes_), known), expected) < 1e-6
+
+
 def test_scales_of_bf16_products_up_to_their_bound_and_what_is_beyond_shows() -> None:
     codes = torch.arange(32, dtype=torch.uint8).remainder(16).repeat(5, 1)
     one = Packed(mxfp4.pack(codes)[None], torch.tensor([60, 127, 160, 161, 255], dtype=torch.uint8)[None, :, None])
     none = Packed(torch.zeros(1, 32, 16, dtype=torch.uint8), torch.full((1, 32, 1), 127, dtype=torch.uint8))
     permuted = permute_experts(ExpertWeights(w1=none, w3=none, w2=one))
     ids, tile = torch.zeros(32, 1, dtype=torch.int64), tile_experts.EXACT.second
-    hidden = tile_experts.arranged(torch.eye(32), None, tile.wide, 32, num_active=1, is_rounded=False)
-    parts = tile_experts.second(hidden, ids, ids, ids, permuted, tile, 32, is_pairs=True)
+    hidden, counters = torch.nn.functional.pad(torch.eye(32), (0, 96)), torch.zeros(32, 4, dtype=torch.int32)
+    parts = tile_experts.second_of_pairs(hidden, ids, torch.ones(32, 1), counters, permuted, tile, torch.float32)
     expected = mxfp4.dequantise(one.packed[0], one.scale[0], torch.float32).T
     assert torch.equal(parts[:, :3], expected[:, :3]) and not torch.isfinite(parts[1:8, 3:]).any()
 

@@ -15,8 +15,9 @@ from baltoro.model.config import K3Config
 from baltoro.model.moe import MoE
 
 
+@pytest.mark.parametrize("order", ["published", "tiled"])
 @pytest.mark.parametrize("tokens", [2, 40])
-def test_a_layer_is_that_of_the_references(tokens: int) -> None:
+def test_a_layer_is_that_of_the_references(tokens: int, order: str) -> None:
     config = K3Config(
         vocab_size=64, hidden_size=128, num_layers=2, mla_layers=(1,), kda_num_heads=2, kda_head_dim=32,
         num_heads=2, kv_lora_rank=32, qk_rope_head_dim=16, max_position_embeddings=64, dtype="bfloat16",
@@ -42,6 +43,8 @@ def test_a_layer_is_that_of_the_references(tokens: int) -> None:
         no_quant = SimpleNamespace(weights=False, activations=False)
         out = []
         for kernels in (plain, fast):
+            if order == "tiled" and kernels is fast:
+                assert layer.experts.tile() == "" and layer.experts.weights().order == "tiled"
             ctx = SimpleNamespace(kernels=kernels, adapter_rows=None, is_training=False, fake_quant=no_quant)
             out.append(layer(x, ctx).float())
     assert (out[1] - out[0]).norm() < 2.5e-2 * out[0].norm()
