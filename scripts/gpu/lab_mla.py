@@ -20,9 +20,13 @@ from typing import TypeVar
 import torch
 
 from baltoro.bench.kernels.timing import Ceilings, ceilings, graph_us
-from scripts.gpu.lab_mla_cases import CASES, Case, Problem
+from scripts.gpu.lab_mla_cases import Case, Problem
+from scripts.gpu.lab_mla_settings import CASES
 
 T = TypeVar("T")
+AT_ONCE = 4
+"""Settings of a case that one worker checks, one after the other."""
+MOST = max(len(case.settings) for case in CASES)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -35,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     numbers = [n for n, case in enumerate(CASES) if args.only in case.name]
     found, failed = Ceilings(1e12, 1e12), {}
     if not args.dry:
-        failed = warm(numbers, end - args.seconds / 3)
+        failed = warm(numbers, end - args.seconds * 0.42)
         say(f"compiled after {args.seconds - end + time.monotonic():.0f} s")
         found = ceilings()
         say(f"copy {found.bytes_per_s / 1e12:.2f} TB/s, bf16 product {found.flops_per_s / 1e12:.0f} TFLOP/s")
@@ -48,43 +52,58 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def warm(numbers: list[int], end: float) -> dict[tuple[int, int], str]:
-    """Check every setting in a worker process, most promising ones of every case first; stop waiting at `end`.
+    """Check every setting in worker processes, most promising ones of every case first; stop waiting at `end`.
 
-    Returns what went wrong, by (case, rank): such a setting is not tried in this process. A process a setting, since an
-    illegal access ends the CUDA context it happens in.
+    Returns what went wrong, by (case, rank): such a setting is not tried in this process. A worker takes a few settings
+    of one case; an illegal access ends its CUDA context, so it stops there and another one takes the rest.
     """
-    jobs = sorted((rank, n) for n in numbers for rank in range(len(CASES[n].settings)))
+    jobs = [(n, ranks) for first in range(0, MOST, AT_ONCE) for n in numbers if (ranks := some_ranks(n, first))]
+    left = {(n, rank) for n, ranks in jobs for rank in ranks}
     failed: dict[tuple[int, int], str] = {}
-    workers = max(2, min(28, (os.cpu_count() or 4) - 2))
+    workers = max(2, min(15, (os.cpu_count() or 4) - 1))
     with multiprocessing.get_context("spawn").Pool(workers, maxtasksperchild=1) as pool:
-        waiting = {(n, rank): pool.apply_async(check_one, (n, rank)) for rank, n in jobs}
-        for key, job in waiting.items():
-            try:
-                if said := job.get(max(0.05, end - time.monotonic())):
-                    failed[key] = said
-            except multiprocessing.TimeoutError:
-                failed[key] = "not compiled and checked in time"
+        waiting = [pool.apply_async(check_some, job) for job in jobs]
+        while waiting and time.monotonic() < end:
+            done = [job for job in waiting if job.ready()]
+            waiting = [job for job in waiting if job not in done]
+            for job in done:
+                number, said, rest = job.get()
+                failed |= {(number, rank): text for rank, text in said.items() if text}
+                left -= {(number, rank) for rank in said}
+                waiting += [pool.apply_async(check_some, (number, rest))] if rest else []
+            time.sleep(0.05)
         pool.terminate()
-    return failed
+    return failed | dict.fromkeys(left, "not compiled and checked in time")
 
 
-def check_one(number: int, rank: int) -> str:
-    """In a worker: one launch, checked; the binary stays in the cache on disk. Says what is wrong, or nothing."""
-    try:
-        torch.manual_seed(0)
-        case = CASES[number]
-        problem = case.build(False)
-        error = check(problem, case.settings[rank])
-        torch.cuda.synchronize()
-    except Exception as reason:  # noqa: BLE001
-        return f"{type(reason).__name__}: {str(reason)[:160]}".replace("\n", " ")
-    return "" if error < case.bound else f"error {error:.1e}"
+def some_ranks(number: int, first: int) -> list[int]:
+    return list(range(len(CASES[number].settings)))[first : first + AT_ONCE]
+
+
+def check_some(number: int, ranks: list[int]) -> tuple[int, dict[int, str], list[int]]:
+    """In a worker: a launch of each, checked; the binaries stay in the cache on disk.
+
+    Returns the case, what is wrong with each setting ("" if nothing), and those that are left after an end of context.
+    """
+    torch.set_num_threads(1)
+    case, said = CASES[number], {}
+    for place, rank in enumerate(ranks):
+        try:
+            torch.manual_seed(0)
+            error = check(case.problem(False), case.settings[rank])
+            torch.cuda.synchronize()
+            said[rank] = "" if error < case.bound else f"error {error:.1e}"
+        except Exception as reason:  # noqa: BLE001
+            said[rank] = f"{type(reason).__name__}: {str(reason)[:160]}".replace("\n", " ")
+            if "illegal" in str(reason) or "CUDA error" in str(reason):
+                return number, said, ranks[place + 1 :]
+    return number, said, []
 
 
 def measure(case: Case, wrong: dict[int, str], found: Ceilings, end: float, *, is_dry: bool) -> list[str]:
     """The table of a case, fastest first, without the settings that went wrong before."""
     torch.manual_seed(0)
-    problem = case.build(is_dry)
+    problem = case.problem(is_dry)
     rows: list[tuple[float, str]] = []
     floor = found.floor_us(problem.num_bytes, problem.flops)
     for rank, setting in enumerate(case.settings):
@@ -101,13 +120,16 @@ def measure(case: Case, wrong: dict[int, str], found: Ceilings, end: float, *, i
         if is_dry:
             say(f"{case.name}: {setting} error {error:.1e}")
             continue
-        us = attempt(partial(timed, problem, setting))
-        if us is not None:
-            rows.append((us, f"{us:9.1f} us {us / floor:7.2f} x floor  {error:.1e}  {setting}"))
-            say(f"{case.name}: {rows[-1][1]}")  # the tables come last, if there is time for them
+        us = attempt(partial(timed, problem, setting, problem.turns))
+        alone = us if problem.turns == 1 else attempt(partial(timed, problem, setting, 1))
+        if us is not None and alone is not None:
+            line = f"{us:9.2f} us {us / floor:7.2f} x floor  {alone:7.2f} alone in a graph  {error:.1e}  {setting}"
+            rows.append((us, line))
+            say(f"{case.name}: {line}")  # the tables come last, if there is time for them
+    case.forget()
     if not is_dry:
         torch.cuda.empty_cache()
-    return [f"--- {case.name}: floor {floor:.1f} us", *(line for _, line in sorted(rows))]
+    return [f"--- {case.name}: floor {floor:.1f} us, {problem.turns} in a graph", *(line for _, line in sorted(rows))]
 
 
 def check(problem: Problem, setting: object) -> float:
@@ -120,14 +142,14 @@ def check(problem: Problem, setting: object) -> float:
         torch.use_deterministic_algorithms(False)
 
 
-def timed(problem: Problem, setting: object) -> float:
-    """Of one launch; as many sets of inputs one after the other as do not fit the cache."""
+def timed(problem: Problem, setting: object, turns: int) -> float:
+    """Of one launch among `turns` in a graph, as a step has them; inputs in turn, lest weights fit the cache."""
 
     def launch() -> None:
-        for turn in range(problem.turns):
+        for turn in range(turns):
             problem.launch(setting, turn)
 
-    return graph_us(launch, samples=11) / problem.turns
+    return graph_us(launch, samples=9, inner=max(2, 20 // turns)) / turns
 
 
 def attempt(work: Callable[[], T]) -> T | None:

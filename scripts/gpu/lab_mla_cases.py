@@ -1,4 +1,4 @@
-"""What `lab_mla.py` tries: problems at K3's widths (tiny ones in a dry run), and settings, most promising first."""
+"""Problems of `lab_mla.py` at K3's widths (tiny in a dry run): what is launched, how far off the results are."""
 
 from __future__ import annotations
 
@@ -15,12 +15,16 @@ from baltoro.kernels.attnres import fast as attnres
 from baltoro.kernels.attnres import fused
 from baltoro.kernels.linear import fast as linear
 from baltoro.kernels.linear import reference as plain_linear
+from baltoro.kernels.linear import stream
+from baltoro.kernels.linear.stream import StreamTiles
 from baltoro.kernels.mla import split_decode
 from baltoro.kernels.mla.split_decode import Tiles
 from baltoro.kernels.moe import fast_route
 from baltoro.kernels.moe.reference import route
 
 EPS = 1e-5
+SMALL = 20
+"""Launches of a small operation in one graph: alone, the gap between two graphs would be most of the time."""
 PICKS: dict[str, Any] = {"top_k": 16, "activation": "sigmoid", "is_renormalised": True, "scaling": 1.0}
 
 
@@ -35,12 +39,21 @@ class Problem:
     turns: int = 1
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Case:
     name: str
     build: Callable[[bool], Problem]
     settings: Sequence[Any]
     bound: float
+    made: Problem | None = None
+
+    def problem(self, is_dry: bool) -> Problem:
+        """Built once, until it is forgotten."""
+        self.made = self.made or self.build(is_dry)
+        return self.made
+
+    def forget(self) -> None:
+        self.made = None
 
 
 def gap(got: Tensor, exact: Tensor) -> float:
@@ -84,27 +97,31 @@ def attention(requests: int, keys: int, heads: int, window: int, is_dry: bool) -
         return max(gap(got[last], true) for got, true in zip(results, exact(), strict=True))
 
     flops = 2.0 * requests * keys * heads * window * (2 * latent + shared)
-    return Problem(launch, error, requests * keys * (latent + shared) * 2, flops)
+    turns = 1 if is_dry else max(1, min(4, 600_000 // (requests * keys)))
+    return Problem(launch, error, requests * keys * (latent + shared) * 2, flops, turns)
 
 
 def router(tokens: int, is_dry: bool) -> Problem:
     """Router + latent down; the weights of several layers in turn."""
-    device, turns = device_of(is_dry), 1 if is_dry else 4
+    device, turns = device_of(is_dry), 1 if is_dry else 8
     logits, rest, width = (24, 40, 160) if is_dry else (896, 3584, 7168)
-    weights = [torch.randn(logits + rest, width, device=device).mul_(0.02).bfloat16() for _ in range(turns)]
+    weights = [torch.randn(logits + rest, width, device=device).mul_(0.02).bfloat16() for _ in range(min(turns, 4))]
     x = torch.randn(tokens, width, device=device).bfloat16()
     exact = cache(lambda: plain_linear.router_linear(x.double(), weights[0].double(), logits))
 
     def launch(setting: Any, turn: int) -> tuple[Tensor, Tensor]:
-        weight = weights[turn]
+        weight = weights[turn % len(weights)]
         if setting == "one product":
             return linear.one_product(x, weight, logits)
         if setting == "torch.mm, bf16":
             return torch.mm(x, weight.T).split([logits, rest], 1)
         first = torch.empty(tokens, logits, dtype=torch.float32, device=device)
         other = x.new_empty(tokens, rest)
-        product = linear.few_rows if setting.rows == 1 else linear.many_rows
-        product(x, weight, first, other, logits, tiles=setting)
+        if isinstance(setting, StreamTiles):
+            stream.product(x, weight, first, other, logits, tiles=setting)
+        else:
+            product = linear.few_rows if setting.rows == 1 else linear.many_rows
+            product(x, weight, first, other, logits, tiles=setting)
         return first, other
 
     def error(results: tuple[Tensor, Tensor]) -> float:
@@ -128,7 +145,22 @@ def select(tokens: int, is_dry: bool) -> Problem:
     def error(results: tuple[Tensor, Tensor]) -> float:
         return gap(results[1], exact) if torch.equal(results[0], ids) else float("nan")
 
-    return Problem(launch, error, tokens * (896 * 4 + 16 * 12))
+    return Problem(launch, error, tokens * (896 * 4 + 16 * 12), turns=1 if is_dry else SMALL)
+
+
+def router_and_select(tokens: int, is_dry: bool) -> Problem:
+    """What selecting adds to the product in front of it."""
+    product, bias = router(tokens, is_dry), torch.randn(24 if is_dry else 896, device=device_of(is_dry)) * 0.1
+    tiles = linear.choose_tiles(tokens)
+
+    def launch(setting: str, turn: int) -> tuple[Tensor, Tensor]:
+        logits, rest = product.launch(tiles, turn)
+        return (logits, rest) if setting == "product" else fast_route.route(logits, bias, **PICKS)
+
+    def error(results: tuple[Tensor, Tensor]) -> float:
+        return product.error(results) if results[0].dtype == torch.float32 else 0.0
+
+    return Problem(launch, error, product.num_bytes, product.flops, product.turns)
 
 
 def depth_mix(tokens: int, is_dry: bool) -> Problem:
@@ -152,7 +184,7 @@ def depth_mix(tokens: int, is_dry: bool) -> Problem:
         is_sum = is_dry or torch.equal(results[0], prefix + update)  # the interpreter truncates
         return gap(results[1][some], exact) if is_sum else float("nan")
 
-    return Problem(launch, error, 12 * width * 2 * tokens)
+    return Problem(launch, error, 12 * width * 2 * tokens, turns=1 if is_dry or tokens > 64 else SMALL)
 
 
 def bank_pass(tokens: int, is_dry: bool) -> Problem:
@@ -166,102 +198,12 @@ def bank_pass(tokens: int, is_dry: bool) -> Problem:
             return attnres.scan_bank(bank, queries, EPS)
 
     def error(results: tuple[Tensor, Tensor]) -> float:
-        is_close = float((results[1][:, :64].double() - exact()[1]).abs().max()) < 1e-4
-        return gap(results[0][:, :64], exact()[0]) if is_close else float("nan")
+        # sums of 448 products of a warp group are rounded towards zero, each by up to 2^-23
+        off = float((results[1][:, :64].double() - exact()[1]).abs().max())
+        return gap(results[0][:, :64], exact()[0]) if off < 1e-3 else 1e3 + off
 
     return Problem(launch, error, (8 + 24) * width * 2 * tokens)
 
 
 def _constant(value: Any, _: Any) -> Any:
     return value
-
-
-NARROW = [
-    (Tiles(16, 64, 3, 4, ahead=True), None, True),
-    (Tiles(16, 32, 3, 4, per_unit=2), None, True),
-    (Tiles(16, 64, 3, 8, ahead=True), None, True),
-    (Tiles(16, 32, 3, 8, per_unit=2), None, True),
-    (Tiles(16, 64, 3, 4, ahead=True), None, False),
-    (Tiles(16, 32, 5, 4), None, True),
-    (Tiles(16, 64, 2, 4), None, True),
-    (Tiles(16, 64, 1, 8), None, True),
-]
-WIDE = [
-    (Tiles(64, 32, 4, 8, flip=True), None, True),
-    (Tiles(16, 64, 3, 4, ahead=True), None, True),
-    (Tiles(64, 64, 2, 8, flip=True), None, True),
-    (Tiles(32, 64, 2, 4), None, True),
-    (Tiles(32, 32, 3, 4, per_unit=2), None, True),
-    (Tiles(64, 32, 4, 8), None, True),
-    (Tiles(16, 32, 3, 4, per_unit=2), None, True),
-]
-ONE = [
-    linear.Tiles(1, 2, 1024, 7, 4),
-    linear.Tiles(1, 1, 1024, 7, 4),
-    linear.Tiles(1, 4, 1024, 7, 4),
-    linear.Tiles(1, 4, 1024, 2, 4),
-    linear.Tiles(1, 2, 1024, 7, 2),
-    linear.Tiles(1, 2, 2048, 4, 8),
-    linear.Tiles(1, 8, 512, 2, 4),
-    linear.Tiles(1, 4, 512, 4, 2),
-    linear.Tiles(8, 16, 256, 5, 2),
-    "torch.mm, bf16",
-]
-THIN = [
-    linear.Tiles(8, 16, 256, 5, 2),
-    linear.Tiles(8, 16, 512, 3, 2),
-    linear.Tiles(8, 16, 512, 4, 4),
-    linear.Tiles(8, 16, 256, 5, 1),
-    linear.Tiles(8, 32, 256, 4, 4),
-    linear.Tiles(16, 64, 128, 5, 4),
-    linear.Tiles(16, 64, 256, 4, 4),
-    linear.Tiles(16, 16, 256, 4, 2),
-    linear.Tiles(16, 32, 256, 4, 2),
-    "torch.mm, bf16",
-]
-MANY = [
-    linear.Tiles(64, 64, 64, 5, 4),
-    linear.Tiles(128, 64, 64, 4, 4),
-    linear.Tiles(64, 128, 64, 4, 4),
-    linear.Tiles(128, 128, 64, 4, 8),
-    linear.Tiles(128, 64, 128, 3, 4),
-    linear.Tiles(64, 64, 128, 3, 4),
-    linear.Tiles(256, 64, 64, 3, 8),
-    "one product",
-    "torch.mm, bf16",
-]
-SHARED = [{"SHARE_BLOCK": 256}, {"SHARE_BLOCK": 512}, {"SHARE_BLOCK": 1024, "SHARE_WARPS": 8}]
-SHARED += [{"SHARE_BLOCK": 256, "SHARE_WARPS": 2}, {"SHARE_BLOCK": 128}, {"SHARE_BLOCK": 256, "dependent": False}]
-WHOLE = [
-    {"FEW_TOKENS": 0, "CHUNK": chunk, "READ_WARPS": warps}
-    for chunk, warps in ((256, 8), (512, 16), (256, 4), (1024, 16), (256, 16))
-]
-SELECT = [(128, 16), (128, 4), (256, 16), (64, 16)]
-SCAN = [{"SCAN": attnres.Scan(**kinds)} for kinds in (
-    {}, {"sum_block": 256}, {"sum_block": 128}, {"sum_block": 512, "sum_warps": 8}, {"score_block": 64},
-    {"score_block": 64, "score_stages": 5}, {"tokens": 16, "score_warps": 8}, {"sum_warps": 2, "sum_block": 128},
-)]  # fmt: skip
-CASES = [
-    Case("mla 12 heads, 1 x 131072", partial(attention, 1, 131072, 12, 1), NARROW, 6e-3),
-    Case("router 1 token", partial(router, 1), ONE, 5e-3),
-    Case("router 4 tokens", partial(router, 4), THIN, 5e-3),
-    Case("router 8 tokens", partial(router, 8), THIN, 5e-3),
-    Case(
-        "router 16 tokens",
-        partial(router, 16),
-        [t for t in THIN if t == THIN[-1] or t.rows > 8] + MANY[:1],
-        5e-3,
-    ),
-    Case("top-16, 1 token", partial(select, 1), SELECT, 1e-5),
-    Case("top-16, 256 tokens", partial(select, 256), SELECT, 1e-5),
-    Case("depth mix, 1 token", partial(depth_mix, 1), SHARED + WHOLE[3:4], 1e-2),
-    Case("depth mix, 32 tokens", partial(depth_mix, 32), [*SHARED[:4], WHOLE[0], WHOLE[3]], 1e-2),
-    Case("mla 12 heads, 32 x 8192", partial(attention, 32, 8192, 12, 1), NARROW[:4], 6e-3),
-    Case("mla 96 heads, 1 x 131072", partial(attention, 1, 131072, 96, 1), WIDE, 6e-3),
-    Case("mla 12 heads, 32 x 8192, window 8", partial(attention, 32, 8192, 12, 8), WIDE, 6e-3),
-    Case("router 256 tokens", partial(router, 256), MANY, 5e-3),
-    Case("router 64 tokens", partial(router, 64), MANY, 5e-3),
-    Case("depth mix, 8192 tokens", partial(depth_mix, 8192), [*WHOLE, {"FEW_TOKENS": 8192}], 1e-2),
-    Case("bank pass, 8192 tokens", partial(bank_pass, 8192), SCAN, 1e-2),
-    Case("mla 12 heads, 1 x 1048576", partial(attention, 1, 1048576, 12, 1), NARROW[:4], 6e-3),
-]

@@ -44,12 +44,16 @@ def products_kernel(
     L: tl.constexpr, D: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_D: tl.constexpr,
     HAS_PREFIX: tl.constexpr, HAS_UPDATE: tl.constexpr, PDL: tl.constexpr, INTERP: tl.constexpr,
 ):  # fmt: skip
-    """Program (block of channels, token). Writes products [T, blocks, BLOCK_L, BLOCK_L], dots [T, blocks, BLOCK_L]."""
-    if PDL:
-        gdc_launch_dependents()
+    """Program (block of channels, token). Writes products [T, blocks, BLOCK_L, BLOCK_L], dots [T, blocks, BLOCK_L].
+
+    PDL: it may start before the kernel in front of it has ended; only the query, a weight, is read at once.
+    """
     block, token = tl.program_id(0), tl.program_id(1).to(tl.int64)
     d = block * BLOCK_D + tl.arange(0, BLOCK_D)
     wide_query = tl.load(query + d, mask=d < D, other=0).to(tl.float32)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     tile, kept = sources_of(bank, prefix, update, bank_source, bank_token, token, d,
                             L, D, BLOCK_L, HAS_PREFIX, HAS_UPDATE)  # fmt: skip
     if HAS_PREFIX and HAS_UPDATE:
@@ -81,8 +85,9 @@ def blend_kernel(
     scale = tl.full([BLOCK_D], 1.0, tl.float32)
     if HAS_NORM:
         scale = tl.load(gain + d, mask=mask, other=0).to(tl.float32)
-    if PDL:  # all above is older than the first launch
+    if PDL:  # all above is older than the first launch, which waited for its own inputs before it let this one start
         gdc_wait()
+        gdc_launch_dependents()
     i, b = tl.arange(0, BLOCK_L), tl.arange(0, BLOCK_B)
     at, is_block = token * BLOCKS + b, b < BLOCKS
     flat = tl.arange(0, BLOCK_L * BLOCK_L)

@@ -80,7 +80,9 @@ def read_kernel(
     acc = acc * own_share
     for one in tl.static_range(L):
         weight = tl.sum(tl.where(source == one, share, 0.0), axis=0)
-        row = tl.load(bank + one * bank_source + token * bank_token + d, mask=mask, other=0).to(tl.float32)
+        row = tl.load(bank + one * tl.cast(bank_source, tl.int64) + token * bank_token + d, mask=mask, other=0).to(
+            tl.float32
+        )
         acc += row * weight
     _finish(out, at, acc / sums, gain, d, mask, norm_eps, D, HAS_NORM)
 

@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from baltoro.kernels.linear import reference
+from baltoro.kernels.device import has_dependent_launch
+from baltoro.kernels.linear import reference, stream
 from baltoro.kernels.norm import fast as norm
 
 # To be set by `baltoro bench kernels` on the device: the spec expects a gain up to about 4 rows.
@@ -21,7 +22,7 @@ FEW_ROWS = 8
 # Rows beside which a tile of the weight is still most of what a program reads.
 THIN_ROWS = 16
 # Above, logits and the rest are one product of the framework with fp32 results, on a GPU, else two.
-MAX_MERGED_ROWS = 64
+MAX_MERGED_ROWS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,9 +77,16 @@ def router_linear(x: Tensor, weight: Tensor, num_logits: int) -> tuple[Tensor, T
     logits = torch.empty(len(x), num_logits, dtype=torch.float32, device=x.device)
     rest = x.new_empty(len(x), len(weight) - num_logits)
     is_few = len(x) <= (1 if x.dtype == torch.bfloat16 else FEW_ROWS)
-    product = few_rows if is_few else many_rows
+    product = few_rows if is_few else stream.product if _streams(x, weight) else many_rows
     product(x, weight, logits, rest, num_logits)
     return logits, rest
+
+
+def _streams(x: Tensor, weight: Tensor) -> bool:
+    """Whether the work is to be dealt out: tiles alone would leave processors idle."""
+    tiles = stream.choose_tiles(len(x))
+    is_right = x.dtype == torch.bfloat16 and len(x) > THIN_ROWS
+    return is_right and stream.fits(len(x), len(weight), tiles, stream.programs(x, tiles))
 
 
 def one_product(x: Tensor, weight: Tensor, num_logits: int) -> tuple[Tensor, Tensor]:
@@ -107,11 +115,13 @@ def few_rows(
         return
     norm = x if gain is None else gain
     if len(x) == 1:
-        tiles = tiles or choose_tiles(1)
+        tiles, is_dependent = tiles or choose_tiles(1), has_dependent_launch(x)
+        launch = {"launch_pdl": True} if is_dependent else {}
         kernels.one_row[(cdiv(len(weight), tiles.n),)](
             x, weight, norm, first, rest, num_first, *weight.shape, eps,
             BLOCK_N=tiles.n, BLOCK_K=min(tiles.k, next_power_of_2(weight.shape[1])), UNROLL=tiles.stages,
-            HAS_NORM=gain is not None, num_warps=tiles.warps,
+            HAS_NORM=gain is not None, IS_EARLY=tiles.k >= weight.shape[1], PDL=is_dependent,
+            num_warps=tiles.warps, **launch,
         )  # fmt: skip
         return
     rows = next_power_of_2(len(x))
@@ -141,7 +151,9 @@ def many_rows(
     cut["BLOCK_K"] = min(tiles.k, max(16, next_power_of_2(weight.shape[1])))
     columns = cdiv(len(weight), tiles.n)
     if tiles.rows <= THIN_ROWS:
-        kernels.thin[(columns,)](x, weight, first, rest, *sizes, ROWS=tiles.rows, **cut)
+        is_dependent = has_dependent_launch(x)
+        launch = {"launch_pdl": True} if is_dependent else {}
+        kernels.thin[(columns,)](x, weight, first, rest, *sizes, ROWS=tiles.rows, PDL=is_dependent, **cut, **launch)
     else:
         kernels.many_rows[(cdiv(len(x), tiles.rows), columns)](
             x, weight, first, rest, *sizes, BLOCK_M=tiles.rows, **cut

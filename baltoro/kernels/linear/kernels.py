@@ -5,6 +5,7 @@ All write columns [0, num_first) to `first` and the others to `rest`, each in it
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -66,26 +67,44 @@ def one_row(
     BLOCK_K: tl.constexpr,
     UNROLL: tl.constexpr,
     HAS_NORM: tl.constexpr,
+    IS_EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One row of x; one program BLOCK_N rows of the weight, products and sums in fp32, no matrix unit.
 
     No layout changes between load and sum, and UNROLL steps' loads in flight: this is bound by bytes under way.
     With HAS_NORM, x passes through an RMSNorm: the gain before the product, 1 / rms after it (they commute).
+    PDL: it may start before the kernel in front of it has ended. IS_EARLY: BLOCK_K covers a row of the weight, which is
+    older than that kernel and fetched meanwhile.
     """
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     weight_row = weight + column.to(tl.int64)[:, None] * width
-    sums = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    is_column = (column < num_columns)[:, None]
     squares = tl.zeros([BLOCK_K], tl.float32)
-    for start in tl.range(0, width, BLOCK_K, loop_unroll_factor=UNROLL):
-        k = start + tl.arange(0, BLOCK_K)
+    if IS_EARLY:
+        k = tl.arange(0, BLOCK_K)
         is_real = k < width
-        w_mask = (column < num_columns)[:, None] & is_real[None, :]
-        w = tl.load(weight_row + k[None, :], mask=w_mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
+        w = tl.load(weight_row + k[None, :], mask=is_column & is_real[None, :], other=0.0)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    if IS_EARLY:
         values = tl.load(x + k, mask=is_real, other=0.0).to(tl.float32)
         if HAS_NORM:
-            squares += values * values
+            squares = values * values
             values = values * tl.load(gain + k, mask=is_real, other=0.0).to(tl.float32)
-        sums += w * values[None, :]
+        sums = w.to(tl.float32) * values[None, :]
+    else:
+        sums = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+        for start in tl.range(0, width, BLOCK_K, loop_unroll_factor=UNROLL):
+            k = start + tl.arange(0, BLOCK_K)
+            is_real = k < width
+            w = tl.load(weight_row + k[None, :], mask=is_column & is_real[None, :], other=0.0).to(tl.float32)
+            values = tl.load(x + k, mask=is_real, other=0.0).to(tl.float32)
+            if HAS_NORM:
+                squares += values * values
+                values = values * tl.load(gain + k, mask=is_real, other=0.0).to(tl.float32)
+            sums += w * values[None, :]
     out = tl.sum(sums, 1)
     if HAS_NORM:
         out = out / tl.sqrt(tl.sum(squares, 0) / width + eps)
@@ -109,11 +128,15 @@ def thin(
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
     INTERPRET: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """A few rows of x through the matrix unit, weight on the left: [BLOCK_N, K] @ [K, ROWS], K in STAGES buffers.
 
     The weight goes to shared memory without passing registers, so that many bytes are under way, and is read once.
     """
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     row = tl.arange(0, ROWS)
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     x_row = x + row.to(tl.int64)[:, None] * x_stride

@@ -33,8 +33,8 @@ class Tiles:
     rows      query rows of a program, the columns of both products
     keys      of a tile; 64 is what a warp group takes from shared memory, 32 goes through registers in one of the two
     stages    tiles that are being fetched or multiplied at a time
-    ahead     the shared part of a tile is fetched through registers, so that three tiles of 64 keys fit
     flip      the first product has the query rows on the left
+    bulk      the Hopper form with the bulk copy engine, where `bulk_fits`
     per_unit  programs that share a processor, by shared memory and registers
     """
 
@@ -42,9 +42,9 @@ class Tiles:
     keys: int
     stages: int
     warps: int
-    ahead: bool = False
     flip: bool = False
     per_unit: int = 1
+    bulk: bool = False
 
 
 def choose_tiles(num_rows: int, itemsize: int, page: int, *, is_large: bool) -> Tiles:
@@ -57,15 +57,20 @@ def choose_tiles(num_rows: int, itemsize: int, page: int, *, is_large: bool) -> 
     if not is_large or page % 64:  # a tile over several pages needs a page number a key, and registers for them
         return Tiles(16, 32, 3, 4, per_unit=2)  # 93 kB, 158 registers: two programs a processor
     if num_rows <= 32:
-        return Tiles(16, 64, 3, 4, ahead=True)  # 223 kB; one warp group, so that no product is made twice
+        return Tiles(16, 32, 3, 4, per_unit=2)
     return Tiles(64, 32, 4, 8, flip=True)  # 226 kB
 
 
 def num_splits(num_requests: int, num_rows: int, max_keys: int, num_units: int, tiles: Tiles) -> int:
-    """Splits that fill `num_units` processors once, if the keys are enough: a function of shapes alone."""
+    """Splits that fill `num_units` processors once, if the keys are enough: a function of shapes alone.
+
+    No more than share out the tiles of the longest request as evenly: the merge reads less.
+    """
     programs = max(1, num_requests * -(-num_rows // tiles.rows))
     wanted = max(1, num_units * tiles.per_unit // programs)
-    return min(wanted, max(1, max_keys // MIN_KEYS), MAX_SPLITS)
+    wanted = min(wanted, max(1, max_keys // MIN_KEYS), MAX_SPLITS)
+    num_tiles = max(1, -(-max_keys // tiles.keys))
+    return -(-num_tiles // -(-num_tiles // wanted))
 
 
 def attend_absorbed(
@@ -83,7 +88,8 @@ def attend_absorbed(
 
     `lengths` counts the keys that the last token of the window sees; the one before it sees one less, and so on.
     Returns out [N, (W,) H, R] and log-sum-exp [N, (W,) H] in FP32 (FP64: the reference's). `splits` and `tiles`
-    override the planner's. Rows past the length are never read. Errors: ShapeError for a window over MAX_WINDOW.
+    override the planner's. Rows past the length change nothing, even if they hold NaN.
+    Errors: ShapeError for a window over MAX_WINDOW.
     """
     window = q.shape[1] if q.dim() == 4 else 1
     if window > MAX_WINDOW:
@@ -126,29 +132,72 @@ def _launch(
     tiles: Tiles,
 ) -> tuple[Tensor, Tensor]:
     """q [N, rows, R+Dr] -> out [N, rows, R], lse [N, rows]."""
-    import triton  # absent on machines without a GPU; the row needs it
-
-    from baltoro.kernels.mla.triton_decode import split_kernel
-
     heads, window, splits, latent = sizes
-    (num, rows), shared = q.shape[:2], q.shape[2] - latent
+    num, rows = q.shape[:2]
+    if tiles.bulk and not bulk_fits(q, kv, latent):
+        tiles = Tiles(16, 32, 3, 4, per_unit=2)
     is_alone = splits == 1  # then an empty request has to write its zeros: nobody merges
     parts = torch.empty(num, splits, rows, latent, dtype=torch.float32, device=q.device)
     sums = torch.empty(num, splits, rows, dtype=torch.float32, device=q.device)
     if not num:
         return parts.view(num, rows, latent), sums.view(num, rows)
     is_dependent = has_dependent_launch(q)
-    split_kernel[(num, splits, -(-rows // tiles.rows))](
-        q, kv, table, lengths, parts, sums, scale / math.log(2.0),
-        q.stride(0), q.stride(1), kv.stride(0), table.stride(0), heads, rows, window, splits,
-        KV_ROW=kv.stride(1), R=latent, D=shared,
-        BLOCK_R=max(16, triton.next_power_of_2(latent)), BLOCK_D=max(16, triton.next_power_of_2(shared)),
-        ROWS=tiles.rows, KEYS=tiles.keys, PAGE=kv.shape[1], STAGES=tiles.stages, AHEAD=tiles.ahead, FLIP=tiles.flip,
-        WRITES_EMPTY=is_alone, PDL=is_dependent, INTERP=q.device.type == "cpu", num_warps=tiles.warps,
-    )  # fmt: skip
+    launch = _launch_bulk if tiles.bulk else _launch_plain
+    launch((q, kv, table, lengths, parts, sums), (heads, window, splits), scale / math.log(2.0), tiles, is_dependent)
     if is_alone:
         return parts.view(num, rows, latent), sums.view(num, rows)
     return _merge(parts, sums, is_dependent)
+
+
+def _launch_plain(
+    tensors: tuple[Tensor, ...], sizes: tuple[int, int, int], scale2: float, tiles: Tiles, is_dependent: bool
+) -> None:
+    """q [N, rows, R+Dr], kv, table, lengths, parts [N, splits, rows, R], sums. sizes: heads, window, splits."""
+    import triton  # absent on machines without a GPU; the row needs it
+
+    from baltoro.kernels.mla.triton_decode import split_kernel
+
+    q, kv, table, _, parts, _ = tensors
+    (num, rows), latent = q.shape[:2], parts.shape[-1]
+    shared = q.shape[2] - latent
+    launch = {"launch_pdl": True} if is_dependent else {}
+    split_kernel[(num, sizes[2], -(-rows // tiles.rows))](
+        *tensors, scale2, q.stride(0), q.stride(1), kv.stride(0), table.stride(0), sizes[0], rows, *sizes[1:],
+        KV_ROW=kv.stride(1), R=latent, D=shared,
+        BLOCK_R=max(16, triton.next_power_of_2(latent)), BLOCK_D=max(16, triton.next_power_of_2(shared)),
+        ROWS=tiles.rows, KEYS=tiles.keys, PAGE=kv.shape[1], STAGES=tiles.stages, FLIP=tiles.flip,
+        WRITES_EMPTY=sizes[2] == 1, PDL=is_dependent, INTERP=q.device.type == "cpu", num_warps=tiles.warps, **launch,
+    )  # fmt: skip
+
+
+def bulk_fits(q: Tensor, kv: Tensor, latent: int) -> bool:
+    """Whether the Hopper form takes it: BF16, pages of 64 keys, 512 + 64 values, rows at a multiple of 16 bytes."""
+    facts = machine(q.device.type, q.device.index or 0)
+    is_right = facts.capability is not None and facts.capability[0] == 9 and q.dtype == kv.dtype == torch.bfloat16
+    shape = (latent, q.shape[-1] - latent, kv.shape[1], kv.stride(2))
+    lies = kv.stride(1) % 8 == 0 and kv.data_ptr() % 16 == 0 and kv.stride(0) % kv.stride(1) == 0
+    return is_right and shape == (512, 64, 64, 1) and lies and len(kv) * kv.stride(0) // kv.stride(1) < 2**31
+
+
+def _launch_bulk(
+    tensors: tuple[Tensor, ...], sizes: tuple[int, int, int], scale2: float, tiles: Tiles, is_dependent: bool
+) -> None:
+    """As `_launch_plain`. To the copy engine the arena is one table of rows, of which a page has `page_rows`."""
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    from baltoro.kernels.mla.bulk_decode import bulk_split_kernel
+
+    q, kv, table, lengths, parts, sums = tensors
+    rows, page_rows, page, width = q.shape[1], kv.stride(0) // kv.stride(1), kv.shape[1], kv.shape[2]
+    shape, layout = [(len(kv) - 1) * page_rows + page, width], gl.NVMMASharedLayout(128, 16, 2)
+    halves = [TensorDescriptor(kv, shape, [kv.stride(1), 1], [page, n], layout) for n in (512, 64)]
+    launch = {"launch_pdl": True} if is_dependent else {}
+    bulk_split_kernel[(len(q), sizes[2], -(-rows // tiles.rows))](
+        q, *halves, table, lengths, parts, sums, scale2,
+        q.stride(0), q.stride(1), page_rows, table.stride(0), sizes[0], rows, *sizes[1:],
+        ROWS=tiles.rows, WRITES_EMPTY=sizes[2] == 1, PDL=is_dependent, num_warps=tiles.warps, **launch,
+    )  # fmt: skip
 
 
 def _merge(parts: Tensor, sums: Tensor, is_dependent: bool) -> tuple[Tensor, Tensor]:

@@ -63,7 +63,8 @@ def columns(rows, c, is_row, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
 def products(q_latent, q_shared, latent, shared, FLIP: tl.constexpr, INTERP: tl.constexpr):
     """Keys times query rows, [KEYS, ROWS] either way.
 
-    FLIP: the query rows are on the left in the product, where they are 64 and the keys are not.
+    FLIP: the query rows are on the left in the product: where they are 64 and the keys are not, a warp group takes them
+    from shared memory; where they are 16, the keys are divided among the warps and no product is made twice.
     """
     if FLIP:
         score = dot(q_latent, tl.trans(latent), tl.zeros([q_latent.shape[0], latent.shape[0]], tl.float32), INTERP)
@@ -91,15 +92,16 @@ def split_kernel(
     heads, num_rows, window, splits,
     KV_ROW: tl.constexpr, R: tl.constexpr, D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, PAGE: tl.constexpr,
-    STAGES: tl.constexpr, AHEAD: tl.constexpr, FLIP: tl.constexpr,
+    STAGES: tl.constexpr, FLIP: tl.constexpr,
     WRITES_EMPTY: tl.constexpr, PDL: tl.constexpr, INTERP: tl.constexpr,
 ):  # fmt: skip
     """Program (request, split, block of rows). Writes out [N, splits, rows, R] and lse [N, splits, rows], FP32.
 
     A split without keys writes lse -inf, and out only with WRITES_EMPTY; a row that sees no key gets out 0, lse -inf.
-    AHEAD: the shared part of a tile is fetched one tile ahead into registers, which leaves STAGES buffers to the rest.
+    PDL: it may start before the kernel in front of it has ended, and lets the next one start once that has.
     """
     if PDL:
+        gdc_wait()
         gdc_launch_dependents()
     request, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
@@ -118,22 +120,14 @@ def split_kernel(
     total = tl.zeros([KEYS, ROWS], tl.float32)  # of each place in the tile: summed over the tile once, at the end
     acc = tl.zeros([BLOCK_R, ROWS], tl.float32)
     page = page_of(pages, first, n, last, KEYS, PAGE)
-    if AHEAD:
-        key = key_rows(kv + R, page, first, n, kv_page, KV_ROW, KEYS, PAGE)
-        shared = columns(key, d, first + n < last, D, BLOCK_D)
     for start in tl.range(first, last, KEYS, num_stages=STAGES):
         place = start + n
         is_key = place < last
         key = key_rows(kv, page, start, n, kv_page, KV_ROW, KEYS, PAGE)
         latent = columns(key, r, is_key, R, BLOCK_R)
-        if not AHEAD:
-            shared = columns(key + R, d, is_key, D, BLOCK_D)
+        shared = columns(key + R, d, is_key, D, BLOCK_D)
         page = page_of(pages, start + KEYS, n, last, KEYS, PAGE)
-        this = shared
-        if AHEAD:
-            key = key_rows(kv + R, page, start + KEYS, n, kv_page, KV_ROW, KEYS, PAGE)
-            shared = columns(key, d, place + KEYS < last, D, BLOCK_D)
-        score = products(q_latent, q_shared, latent, this, FLIP, INTERP)
+        score = products(q_latent, q_shared, latent, shared, FLIP, INTERP)
         score = tl.where(is_key[:, None] & (place[:, None] < sees[None, :]), score * scale2, float("-inf"))
         higher = tl.maximum(best, tl.max(score, axis=0))
         base = tl.where(higher == float("-inf"), 0.0, higher)
@@ -157,6 +151,7 @@ def merge_kernel(
     """
     if PDL:
         gdc_wait()
+        gdc_launch_dependents()
     request, row, block = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     s, r = tl.arange(0, BLOCK_S), block * BLOCK_R + tl.arange(0, BLOCK_R)
     place = (request * splits + s) * num_rows + row

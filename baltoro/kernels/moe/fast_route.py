@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from baltoro.kernels.device import has_dependent_launch
 from baltoro.kernels.moe import reference
 
 # Experts of one group: 4 a lane of a warp, what one load of 16 bytes brings.
@@ -59,6 +60,8 @@ def select(
     weights = torch.empty(num_tokens, top_k, dtype=torch.float32, device=logits.device)
     width = max(WIDTH, next_power_of_2(top_k))
     groups = next_power_of_2(cdiv(num_experts, width))
+    is_dependent = has_dependent_launch(logits)
+    launch = {"launch_pdl": True} if is_dependent else {}
     if num_tokens:
         route_kernels.select[(num_tokens,)](
             logits.contiguous(),
@@ -75,6 +78,8 @@ def select(
             IS_SIGMOID=activation == "sigmoid",
             IS_RENORMALISED=bool(options["is_renormalised"]) and top_k > 1,
             HAS_COUNTS=counts is not None,
+            PDL=is_dependent,
             num_warps=min(groups, MAX_WARPS),
+            **launch,
         )
     return ids, weights

@@ -7,6 +7,7 @@ Keys are floats made into unsigned integers of the same order, so NaN is the lar
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 @triton.jit
@@ -25,6 +26,7 @@ def select(
     IS_SIGMOID: tl.constexpr,
     IS_RENORMALISED: tl.constexpr,
     HAS_COUNTS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """logits fp32 [T, E], bias fp32 [E] -> ids int64 [T, A], weights fp32 [T, A]; adds to counts int32 [E]."""
     token = tl.program_id(0).to(tl.int64)
@@ -32,8 +34,11 @@ def select(
     expert = group[:, None] * WIDTH + lane[None, :]
     is_real = expert < num_experts
     row = logits + token * num_experts
+    shift = tl.load(bias + expert, mask=is_real, other=0.0)  # a weight: read while the kernel in front still runs
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     logit = tl.load(row + expert, mask=is_real, other=float("-inf"))
-    shift = tl.load(bias + expert, mask=is_real, other=0.0)
     if IS_SIGMOID:
         peak, total = 0.0, 1.0
         score = 1.0 / (1.0 + tl.exp(-logit))
