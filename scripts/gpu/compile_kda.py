@@ -64,7 +64,13 @@ def prefill_cases(parts: Iterable[tuple[str, launch.Config]]) -> Iterator[Case]:
 def prefill_case(part: str, config: launch.Config, dtype: torch.dtype, *, keys: int, values: int, first: int) -> Case:
     """One kernel of the chunk form."""
     one, kinds = getattr(config, part), launch.products(dtype)
-    constants = {"K": keys, "V": values, "C": 64, "KIND": getattr(kinds, "pairs" if part == "prepare" else part)}
+    constants = {
+        "K": keys,
+        "V": values,
+        "C": 64,
+        "IS_DIRECT": config.is_direct,
+        "KIND": getattr(kinds, "pairs" if part == "prepare" else part),
+    }
     if part == "prepare":
         constants |= {"BLOCK": one.block, "FIRST": first, "INVERSE_KIND": kinds.inverse, "SUMS": kinds.sums}
         kernel = triton_prepare.prepare_kernel
@@ -75,6 +81,7 @@ def prefill_case(part: str, config: launch.Config, dtype: torch.dtype, *, keys: 
         constants["IS_CUT"] = True
     types = EXACT_TYPES if dtype == torch.float32 else CHUNK_TYPES
     name = f"{part} {one.block} {one.warps} {one.stages} {one.registers or ''} K {keys} V {values} {first}"
+    name += " direct" * config.is_direct
     return name, kernel, constants, types, one.options()
 
 

@@ -10,11 +10,14 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import os
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from multiprocessing.pool import AsyncResult
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -28,9 +31,8 @@ from scripts.gpu.prefill_checks import BEGUN, BF16, F32, Case, attempt, default,
 
 # most promising first: channels, warps, stages, registers
 PREPARES = [
-    Launch(64, 4, 1), Launch(64, 8, 1, 128), Launch(64, 4, 1, 168), Launch(128, 4, 1), Launch(32, 4, 1, 168),
-    Launch(32, 8, 1, 128), Launch(128, 8, 1), Launch(64, 8, 1), Launch(32, 4, 1, 128), Launch(128, 8, 1, 128),
-    Launch(32, 2, 1),
+    Launch(64, 4, 1), Launch(128, 4, 1), Launch(128, 8, 1), Launch(64, 8, 1), Launch(64, 8, 1, 128),
+    Launch(32, 8, 1), Launch(64, 4, 1, 168), Launch(32, 4, 1), Launch(128, 8, 1, 128),
 ]  # fmt: skip
 SCANS = [
     Launch(128, 8, 2), Launch(64, 4, 1), Launch(64, 4, 3), Launch(64, 4, 2), Launch(32, 4, 3), Launch(64, 8, 2),
@@ -40,16 +42,33 @@ FRAGMENTS = [
     Launch(128, 8, 3), Launch(64, 4, 2), Launch(64, 4, 1), Launch(64, 4, 3), Launch(128, 8, 2), Launch(128, 4, 2),
     Launch(32, 4, 2),
 ]  # fmt: skip
+# (kernel, form, shape) -> microseconds, how launched
+Times = dict[tuple[str, bool, int], list[tuple[float, Launch]]]
+FOLDER = Path(tempfile.gettempdir())
 # tokens, spans, heads, segments of each span to try
 SHAPES = [(8192, 1, 96, (1,)), (65536, 1, 12, (11, 10, 8, 16, 22)), (8192, 1, 12, (11, 1, 8, 4)), (8192, 8, 96, (1,))]
 
 
+# all defaults, but small enough for what the direct form adds
+SHORT = replace(default(BF16), scan=Launch(128, 8, 2), fragment=Launch(128, 8, 3), is_direct=True)
+# in the direct form
+DIRECT = (
+    ("prepare", Launch(64, 4, 1)), ("scan", Launch(128, 8, 2)), ("fragment", Launch(128, 8, 3)),
+    ("prepare", Launch(128, 4, 1)), ("fragment", Launch(64, 4, 2)), ("scan", Launch(64, 4, 2)),
+    ("prepare", Launch(64, 8, 1)), ("fragment", Launch(128, 8, 2)), ("prepare", Launch(128, 8, 1)),
+    ("scan", Launch(128, 8, 1)), ("scan", Launch(64, 8, 2)),
+)  # fmt: skip
+
+
 def variants() -> Iterator[tuple[str, Config]]:
     """Defaults with one part changed, promising ones of all parts first."""
+    direct = iter(DIRECT)
     for n in range(max(len(PREPARES), len(SCANS), len(FRAGMENTS))):
         for part, found in (("prepare", PREPARES), ("scan", SCANS), ("fragment", FRAGMENTS)):
             if n < len(found):
                 yield part, replace(default(BF16), **{part: found[n]})
+        for part, one in islice(direct, 3):
+            yield part, replace(SHORT, **{part: one})
 
 
 def bench_call(shape: tuple[int, int, int, tuple[int, ...]], config: Config, pieces: int) -> tuple[Any, ...]:
@@ -69,7 +88,8 @@ def bench_call(shape: tuple[int, int, int, tuple[int, ...]], config: Config, pie
 def blank(call: prefill.Call, heads: int) -> prefill.Made:
     """What `call.prepare` would give, zeros."""
     num, keys, values, size = len(call.plan.chunks), *call.shape.values()
-    made = [torch.zeros(num, heads, size, n, device="cuda", dtype=BF16) for n in (keys, values, keys, keys, size)]
+    second = size if call.config.is_direct else values
+    made = [torch.zeros(num, heads, size, n, device="cuda", dtype=BF16) for n in (keys, second, keys, keys, size)]
     return (*made, torch.zeros(num, heads, keys, device="cuda"))  # type: ignore[return-value]
 
 
@@ -79,9 +99,18 @@ def launch_part(part: str, call: prefill.Call, tensors: tuple[Tensor, ...], head
         return partial(call.prepare, tensors, 0, heads, 0.1)
     made = blank(call, heads)
     if part == "fragment":
-        return partial(call.enter, made, 0, heads)
+        return partial(call.enter, made, tensors[2], 0, heads)
     entering = torch.zeros(len(call.plan.segments), heads, 128, 128, device="cuda")
-    return partial(call.scan, made, entering, 0, heads)
+    return partial(call.scan, made, tensors[2], entering, 0, heads)
+
+
+def plainly(work: Callable[..., str], *rest: Any) -> str:
+    """What it raises as an exception that any process can read."""
+    torch.set_num_threads(1)
+    try:
+        return work(*rest)
+    except Exception as error:  # noqa: BLE001
+        raise RuntimeError(f"{type(error).__name__}: {str(error).strip()[-200:]}") from None
 
 
 def warm(part: str, config: Config) -> str:
@@ -101,8 +130,21 @@ def warm(part: str, config: Config) -> str:
         call, tensors = bench_call(shape, config, shape[3][0])
         launch_part(part, call, tensors, shape[2])()
     torch.cuda.synchronize()
-    Case(128, BF16, "cuda").check(f"in its own process: {part}", config, True, 2)
+    if not stored(128, BF16).to("cuda").check(f"in its own process: {part} {getattr(config, part)}", config, True, 2):
+        raise ValueError("wrong")
     return f"{time.monotonic() - begun:.0f} s"
+
+
+def stored(keys: int, dtype: torch.dtype) -> Case:
+    """A case that was made once for all processes: 28 that each made it held each other up."""
+    path = FOLDER / f"case-{keys}-{str(dtype)[6:]}.pt"
+    if not path.exists():
+        case = Case(keys, dtype)
+        torch.save(case, path.with_suffix(".new"))
+        path.with_suffix(".new").rename(path)
+    found = torch.load(path, weights_only=False)
+    assert isinstance(found, Case)
+    return found
 
 
 def warm_check(keys: int, dtype: torch.dtype, is_bounded: bool) -> str:
@@ -121,7 +163,7 @@ def warm_check(keys: int, dtype: torch.dtype, is_bounded: bool) -> str:
 def correct(device: str, jobs: dict[Any, AsyncResult[str]], until: float) -> None:
     """Defaults at both sizes and dtypes, bounded or not, cut or not."""
     for keys, dtype in ((128, BF16), (64, BF16), (128, F32), (64, F32)):
-        case = attempt("case", partial(Case, keys, dtype, device))
+        case = attempt("case", lambda keys=keys, dtype=dtype: stored(keys, dtype).to(device))
         if not isinstance(case, Case):
             continue
         for is_bounded in (True, False):
@@ -139,15 +181,20 @@ def sweep(jobs: list[tuple[str, Config, AsyncResult[str]]], until: float) -> Non
     """Every kernel's configurations: right at ragged spans, then timed at the bench's shapes."""
     from baltoro.bench.kernels.timing import graph_us
 
-    case, rows = Case(128, BF16, "cuda"), []
-    times: dict[tuple[str, int], list[tuple[float, str]]] = {}
+    case, rows = stored(128, BF16).to("cuda"), []
+    times: Times = {}
+    begun = {False: 0, True: 0}
     for part, config, job in jobs:
-        one = getattr(config, part)
+        one, is_direct = getattr(config, part), config.is_direct
+        name = f"{part} {one}{' direct' * is_direct}"
         left = until - (time.monotonic() - BEGUN)
-        if left < 1 or attempt(f"compile {part} {one}", partial(job.get, left)) is None:
+        if left < 1 or attempt(f"compile {name}", partial(job.get, left)) is None:
             continue
-        if not attempt(f"{part} {one}", partial(case.check, f"{part} {one}", config, True, 2)):
+        if not attempt(name, partial(case.check, name, config, True, 2)):
             continue
+        begun[is_direct] += 1
+        if begun[is_direct] == 3:  # the first one of every kernel is compiled
+            whole({}, is_direct, graph_us, until)
         for n, shape in enumerate(SHAPES[:2]):
             pieces = shape[3][0]
             if part == "fragment" and pieces == 1:
@@ -158,16 +205,18 @@ def sweep(jobs: list[tuple[str, Config, AsyncResult[str]]], until: float) -> Non
                 work = launch_part(part, call, tensors, shape[2])
                 return graph_us(work, samples=5, inner=2)
 
-            us = attempt(f"time {part} {one}", measure)
+            us = attempt(f"time {name}", measure)
             if isinstance(us, float):
-                times.setdefault((part, n), []).append((us, str(one)))
-                say(f"  {part} {one} at {shape[:3]}: {us:.0f} us")
-    attempt("cut", cut_gap)
-    whole(times, graph_us, until + 6)
-    for (part, n), found in sorted(times.items()):
-        for us, one in sorted(found)[:5]:
-            rows.append(f"{part:9} {SHAPES[n][:3]!s:18} {us:8.0f} us {us / floor(part, SHAPES[n]):5.2f} x floor  {one}")
+                times.setdefault((part, is_direct, n), []).append((us, one))
+                say(f"  {name} at {shape[:3]}: {us:.0f} us")
+    for is_direct in (False, True):
+        whole(times, is_direct, graph_us, until + 5)
+    for (part, is_direct, n), found in sorted(times.items()):
+        for us, one in sorted(found, key=lambda pair: pair[0])[:5]:
+            name, shape = part + " direct" * is_direct, SHAPES[n]
+            rows.append(f"{name:15} {shape[:3]!s:15} {us:8.0f} us {us / floor(part, shape):5.2f} x floor  {one}")
     print("\n".join(["", "fragment includes the merge; floor: bytes moved at 4.24 TB/s", *rows]), flush=True)
+    attempt("cut", cut_gap)
 
 
 def floor(part: str, shape: tuple[int, int, int, tuple[int, ...]]) -> float:
@@ -192,28 +241,26 @@ def cut_gap() -> None:
         say(f"CUT {tokens} tokens in {pieces}, {name} fragments, against uncut: o {gaps[0]:.1e} states {gaps[1]:.1e}")
 
 
-def whole(times: dict[tuple[str, int], list[tuple[float, str]]], graph_us: Callable[..., float], until: float) -> None:
-    """All launches with the best of each kernel, and with the default, over the segments to try."""
-
-    def best(part: str, n: int, found: list[Launch]) -> Launch:
-        known = min(times.get((part, n), [(0.0, "")]))[1]
-        return next((one for one in found if str(one) == known), found[0])
-
-    for shape in SHAPES:
+def whole(times: Times, is_direct: bool, graph_us: Callable[..., float], until: float) -> None:
+    """All launches with the best of each kernel over the segments to try; without times the first of each."""
+    firsts = {"prepare": PREPARES[0], "scan": SCANS[0], "fragment": FRAGMENTS[0]}
+    for shape in SHAPES if times else SHAPES[:2]:
         like = 0 if shape[2] == 96 else 1
-        parts = [best(p, like, f) for p, f in (("prepare", PREPARES), ("scan", SCANS), ("fragment", FRAGMENTS))]
-        for pieces in shape[3]:
-            for name, config in (("best", Config(*parts)), ("default", default(BF16, shape[2] * shape[1]))):
-                if time.monotonic() - BEGUN > until or (name == "default" and pieces != shape[3][0]):
-                    continue
+        best = {part: min(times.get((part, is_direct, like), [(0.0, one)]), key=lambda pair: pair[0])[1]
+                for part, one in firsts.items()}  # fmt: skip
+        config = Config(**best, is_direct=is_direct)
+        for pieces in shape[3] if times else shape[3][:1]:
+            if time.monotonic() - BEGUN > until:
+                continue
 
-                def measure(shape: Any = shape, config: Config = config, pieces: int = pieces) -> float:
-                    call, tensors = bench_call(shape, config, pieces)
-                    return graph_us(partial(call.run, tensors, 0, shape[2], 0.1), samples=5, inner=2)
+            def measure(shape: Any = shape, config: Config = config, pieces: int = pieces) -> float:
+                call, tensors = bench_call(shape, config, pieces)
+                return graph_us(partial(call.run, tensors, 0, shape[2], 0.1), samples=5, inner=2)
 
-                us = attempt(f"whole {shape[:3]}", measure)
-                if isinstance(us, float):
-                    say(f"WHOLE {shape[:3]} {pieces} segments, {name}: {us:.0f} us  {config if name == 'best' else ''}")
+            us = attempt(f"whole {shape[:3]}", measure)
+            if isinstance(us, float):
+                name = " direct" * is_direct + (f" {[*best.values()]}" if times else " first")
+                say(f"WHOLE {shape[:3]} {pieces} segments{name}: {us:.0f} us")
 
 
 def dry() -> None:
@@ -221,9 +268,10 @@ def dry() -> None:
     from triton import knobs
 
     if knobs.runtime.interpret:
-        case = Case(32, F32, "cpu", 16)
+        case = Case(32, F32, 16)
         for is_bounded in (True, False):
-            case.check(f"dry {is_bounded}", Config(Launch(16, 4, 1), Launch(16, 4, 1), Launch(16, 4, 1)), is_bounded, 2)
+            config = Config(Launch(16, 4, 1), Launch(16, 4, 1), Launch(16, 4, 1), is_direct=is_bounded)
+            case.check(f"dry {is_bounded}", config, is_bounded, 2)
         return
     from scripts.gpu import compile_kda
 
@@ -235,25 +283,26 @@ def main() -> None:
     """See above."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--seconds", type=float, default=60)
-    parser.add_argument("--workers", type=int, default=max(2, min(28, (os.cpu_count() or 4) - 2)))
+    parser.add_argument("--workers", type=int, default=max(2, min(14, (os.cpu_count() or 4) - 2)))
     parser.add_argument("--dry", action="store_true")
     args = parser.parse_args()
     torch.manual_seed(0)
     if args.dry:
         dry()
         return
-    context = multiprocessing.get_context("spawn")
+    for keys in (128, 64):
+        for dtype in (BF16, F32):
+            (FOLDER / f"case-{keys}-{str(dtype)[6:]}.pt").unlink(missing_ok=True)
+            stored(keys, dtype)
+    say("cases made")
+    context = multiprocessing.get_context("forkserver")  # a process a task, forked from one that has imported the rest
+    context.set_forkserver_preload(["torch", "triton", "scripts.gpu.prefill_checks"])
     pool = context.Pool(args.workers, maxtasksperchild=1)
-    early = ((128, BF16, True), (128, F32, True), (128, BF16, False), (128, F32, False), (64, BF16, True))
-    late = ((64, F32, True), (64, BF16, False), (64, F32, False))
-    checks = {case: pool.apply_async(warm_check, case) for case in early}
-    jobs = [(part, config, pool.apply_async(warm, (part, config))) for part, config in variants()]
-    checks |= {case: pool.apply_async(warm_check, case) for case in late}
-    from scripts.gpu import suspects
-
-    attempt("suspects", lambda: suspects.main(say))
-    attempt("correct", lambda: correct("cuda", checks, 0.45 * args.seconds))
+    jobs = [(part, config, pool.apply_async(plainly, (warm, part, config))) for part, config in variants()]
+    cases = [(keys, dtype, bounded) for keys in (128, 64) for dtype in (F32, BF16) for bounded in (True, False)]
+    checks = {case: pool.apply_async(plainly, (warm_check, *case)) for case in cases}
     attempt("sweep", lambda: sweep(jobs, args.seconds - 8))
+    attempt("correct", lambda: correct("cuda", checks, args.seconds))
     say("end")
     pool.terminate()
 

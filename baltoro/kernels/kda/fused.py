@@ -49,12 +49,13 @@ def decode(
     inputs = [_rows(t, num) for t in (x, raw, b, gate)]
     kept = (out,) * 4 if record is None else (record.k, record.v, record.decay, record.beta)
     size = _size(state)
+    tile = tiles.decode(size, heads * num).constants(size, can_be_ahead=_can_fetch(state))
     decode_kernel[(heads, num)](
         *inputs, *_weights(weights), history, state, slots, out, *kept,
         *(t.stride(0) for t in inputs), *_strides(history, state),
         weights.lower_bound or 0.0, weights.scale, weights.norm_eps,
-        heads, raw.shape[-1], values, **tiles.decode(size, heads * num).constants(size), TAPS=history.shape[1] + 1,
-        IS_BOUNDED=weights.lower_bound is not None, RECORDS=record is not None,
+        heads, raw.shape[-1], values, **tile, TAPS=history.shape[1] + 1, IS_BOUNDED=weights.lower_bound is not None,
+        RECORDS=record is not None,
     )  # fmt: skip
     return out
 
@@ -87,8 +88,7 @@ def verify(
         return out
     inputs = [_rows(t, num * length) for t in (x, raw, b, gate)]
     size, bound, keys = max(2 * MAX_WINDOW, _size(state)), weights.lower_bound, raw.shape[-1]
-    # the interpreter has no assembly
-    tile = tiles.verify(size, heads * num).constants(size, can_be_ahead=state.is_cuda and keys == values == size)
+    tile = tiles.verify(size, heads * num).constants(size, can_be_ahead=_can_fetch(state) and keys == size)
     verify_kernel[(heads, num)](
         *inputs, *_weights(weights), history, state, slots, out,
         window.x, window.k, window.v, window.decay, window.beta,
@@ -113,11 +113,13 @@ def fold(
         return None
     size, values = _size(states[0]), window.v.shape[-1]
     tile = tiles.fold(size)
+    layer = layer_stride(states)
+    can_be_ahead = _can_fetch(states[0]) and layer % 4 == 0
     fold_kernel[(heads * -(-values // tile.rows), num, layers)](
         window.x, window.k, window.v, window.decay, window.beta, histories[0], states[0], slots, accepted,
         num, length, layer_stride(histories), *_strides(histories[0], states[0])[:2],
-        layer_stride(states), states[0].stride(0),
-        heads, keys, values, **tile.constants(size), TAPS=histories[0].shape[1] + 1,
+        layer, states[0].stride(0),
+        heads, keys, values, **tile.constants(size, can_be_ahead=can_be_ahead), TAPS=histories[0].shape[1] + 1,
     )  # fmt: skip
     return None
 
@@ -150,6 +152,12 @@ def _strides(history: Tensor, state: Tensor) -> tuple[int, int, int]:
     if state.stride()[1:] != (values * keys, keys, 1) or history.stride(-1) != 1 or state.dtype != torch.float32:
         raise ShapeError(f"state {state.stride()} {state.dtype}: a slot's [H, V, K] must be contiguous and FP32")
     return history.stride(0), history.stride(1), state.stride(0)
+
+
+def _can_fetch(state: Tensor) -> bool:
+    """Whole heads on a GPU (the interpreter has no assembly), at addresses divisible by 16."""
+    is_whole = state.shape[-1] == state.shape[-2] == _size(state)
+    return state.is_cuda and is_whole and state.data_ptr() % 16 == 0 and state.stride(0) % 4 == 0
 
 
 def _size(state: Tensor) -> int:

@@ -34,11 +34,13 @@ class Launch:
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """One for each kernel that has a choice."""
+    """One for each kernel that has a choice. is_direct: the serial part multiplies by the inverse: its chain is longer,
+    and the preparation shorter."""
 
     prepare: Launch
     scan: Launch
     fragment: Launch
+    is_direct: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +77,10 @@ def choose(dtype: torch.dtype, *, keys: int, values: int, programs: int, num_uni
         is_filled = programs >= FILLED * num_units or programs * 8 <= num_units
         config = Config(PREPARE, SCAN_WHOLE if is_filled else SCAN_HALF, FRAGMENT)
     return Config(
-        _fit(config.prepare, min(keys, values)), _fit(config.scan, values), _fit(config.fragment, min(keys, values))
+        _fit(config.prepare, min(keys, values)),
+        _fit(config.scan, values),
+        _fit(config.fragment, min(keys, values)),
+        config.is_direct,
     )
 
 

@@ -62,7 +62,8 @@ def chunked(
 
 # lengths, starts, borders of the spans; here a length may be 0
 Layout = tuple[tuple[int, ...], tuple[int, ...], Borders]
-# w, u, k R, q P, A_qk, P_C of all chunks: [chunks, heads, C, *], [chunks, heads, K]
+# w, u, k R, q P, A_qk, P_C of all chunks: [chunks, heads, C, *], [chunks, heads, K]; the first two in the direct form:
+# k P, inverse times beta
 Made = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
@@ -137,7 +138,8 @@ class Call:
     def run(self, inputs: tuple[Tensor, ...], first: int, heads: int, scale: float) -> None:
         """Heads first .. first + heads - 1 into `out` and `after`."""
         made = self.prepare(inputs, first, heads, scale)
-        self.scan(made, self.enter(made, first, heads) if self.plan.fragments else self.state, first, heads)
+        entering = self.enter(made, inputs[2], first, heads) if self.plan.fragments else self.state
+        self.scan(made, inputs[2], entering, first, heads)
 
     def prepare(self, inputs: tuple[Tensor, ...], first: int, heads: int, scale: float) -> Made:
         """All chunks on their own; inputs q, k, v, g, beta of all heads."""
@@ -145,19 +147,20 @@ class Call:
 
         num, shape, kinds, v = len(self.plan.chunks), self.shape, self.kinds, inputs[2]
         w, k_out, q_in = (v.new_empty(num, heads, shape["C"], shape["K"]) for _ in range(3))
-        u, a = (v.new_empty(num, heads, shape["C"], shape[size]) for size in ("V", "C"))
+        width = "C" if self.config.is_direct else "V"
+        u, a = (v.new_empty(num, heads, shape["C"], shape[size]) for size in (width, "C"))
         gamma = self.state.new_empty(num, heads, shape["K"])
         if num:
             prepare_kernel[(num, heads)](
                 *inputs, self.matrices, self.tables["chunks"], w, u, k_out, q_in, a, gamma,
                 *(t.stride(0) for t in inputs), first, scale, **shape, BLOCK=self.config.prepare.block,
                 FIRST=self.smallest, KIND=kinds.pairs, INVERSE_KIND=kinds.inverse, SUMS=kinds.sums,
-                **self.config.prepare.options(),
+                IS_DIRECT=self.config.is_direct, **self.config.prepare.options(),
             )  # fmt: skip
         return w, u, k_out, q_in, a, gamma
 
-    def enter(self, made: Made, first: int, heads: int) -> Tensor:
-        """States entering all segments [segments, heads, V, K]."""
+    def enter(self, made: Made, v: Tensor, first: int, heads: int) -> Tensor:
+        """States entering all segments [segments, heads, V, K]; v [T, H, V]."""
         from baltoro.kernels.kda.triton_chunk import fragment_kernel, merge_kernel
 
         plan, tables, shape, config = self.plan, self.tables, self.shape, self.config.fragment
@@ -166,8 +169,9 @@ class Call:
         entering = self.state.new_empty(num, heads, values, keys)
         w, u, k_out, _, _, gamma = made
         fragment_kernel[((values + keys) // config.block, heads, len(plan.fragments))](
-            w, u, k_out, gamma, tables["segments"], tables["fragments"], fragments,
-            **shape, BV=config.block, KIND=self.kinds.fragment, **config.options(),
+            w, u, k_out, gamma, v, tables["chunks"], tables["segments"], tables["fragments"], fragments,
+            v.stride(0), first, **shape, BV=config.block, KIND=self.kinds.fragment, IS_DIRECT=self.config.is_direct,
+            **config.options(),
         )  # fmt: skip
         merge_kernel[(len(plan.spans), heads, values // MERGE_ROWS)](
             self.state, tables["spans"], fragments, entering, self.out.shape[1], first,
@@ -175,16 +179,17 @@ class Call:
         )  # fmt: skip
         return entering
 
-    def scan(self, made: Made, entering: Tensor, first: int, heads: int) -> None:
+    def scan(self, made: Made, v: Tensor, entering: Tensor, first: int, heads: int) -> None:
         """Outputs and states. entering: of segments, or of spans where none is cut."""
         from baltoro.kernels.kda.triton_chunk import scan_kernel
 
         plan, tables, shape, config = self.plan, self.tables, self.shape, self.config.scan
         if plan.segments:
             scan_kernel[(shape["V"] // config.block, heads, len(plan.segments))](
-                *made, tables["chunks"], tables["segments"], tables["order"], entering,
-                self.out, self.after, len(plan.spans), self.out.shape[1], first,
-                **shape, BV=config.block, IS_CUT=bool(plan.fragments), KIND=self.kinds.scan, **config.options(),
+                *made, v, tables["chunks"], tables["segments"], tables["order"], entering,
+                self.out, self.after, v.stride(0), len(plan.spans), self.out.shape[1], first,
+                **shape, BV=config.block, IS_CUT=bool(plan.fragments), KIND=self.kinds.scan,
+                IS_DIRECT=self.config.is_direct, **config.options(),
             )  # fmt: skip
 
 

@@ -22,6 +22,7 @@ from baltoro.kernels.kda.triton_token import (
     advance,
     cut,
     dot_keys,
+    fetch,
     glue,
     load_state,
     load_taps,
@@ -67,16 +68,20 @@ def decode_kernel(
     out_ptr, k_ptr, v_ptr, decay_ptr, beta_ptr,
     x_row, raw_row, b_row, gate_row, history_slot, history_row, state_slot, bound, scale, eps,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BC: tl.constexpr, PART: tl.constexpr, ROWS: tl.constexpr,
-    TAPS: tl.constexpr, IS_BOUNDED: tl.constexpr, RECORDS: tl.constexpr,
+    TAPS: tl.constexpr, IS_BOUNDED: tl.constexpr, RECORDS: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Grid (H, N). BC: the power of two for K and V. The state moves in BC / ROWS chunks, one of them ahead.
-    RECORDS: also write what a Window of one token holds, [N, H, *]."""
+    RECORDS: also write what a Window of one token holds, [N, H, *]. AHEAD: fetch the state of the program so many
+    further on (0: this one) into the L2 cache, -1: none; V K must be a multiple of 4."""
     NP: tl.constexpr = BC // PART
     BT: tl.constexpr = triton.next_power_of_2(TAPS)
     CHUNKS: tl.constexpr = BC // ROWS
     h, n = tl.program_id(0), tl.program_id(1).to(tl.int64)
     kind, place, values = tl.arange(0, 4)[None, :], tl.arange(0, BC)[:, None], tl.arange(0, BC)
     slot = tl.load(slots_ptr + n).to(tl.int64)
+    if AHEAD > 0:
+        later = tl.program_id(1) * H + h + AHEAD
+        later_slot = tl.load(slots_ptr + later // H, mask=later < tl.num_programs(1) * H, other=0).to(tl.int64)
     # kinds: q, k, v and, in the place of a fourth stream, the gate
     live = ((kind < 2) & (place < K)) | ((kind == 2) & (place < V))
     channel = tl.where(kind < 2, (kind * H + h) * K, 2 * H * K + h * V) + place
@@ -93,12 +98,17 @@ def decode_kernel(
         tl.store(out, tl.zeros([BC], tl.float32).to(out_ptr.dtype.element_ty), mask=has_value)
         return
 
+    if AHEAD == 0:  # the compiler asks for the state only after the convolution, whatever the order here
+        fetch(state_ptr + slot * state_slot + h * (V * K), V * K * 4)
     history = history_ptr + slot * history_slot + channel
     past = ()
     for j in tl.static_range(TAPS - 1):
         past += (tl.load(history + j * history_row, mask=live, other=0.0),)
     rows = state_ptr + slot * state_slot + h * (V * K) + tl.arange(0, ROWS) * K
     tile = load_state(rows, tl.arange(0, ROWS) < V, K, PART, NP)
+    if AHEAD > 0:  # noqa: SIM102 - known at compile time, the next is not
+        if later_slot != 0:
+            fetch(state_ptr + later_slot * state_slot + (later % H) * (V * K), V * K * 4)
     taps = split_taps(every, TAPS)
     total = newest.to(tl.float32) * taps[TAPS - 1]
     for j in tl.static_range(TAPS - 1):

@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from baltoro.kernels.kda.triton_token import advance, load_keys, load_state, store_state
+from baltoro.kernels.kda.triton_token import advance, fetch, fetch_lines, load_keys, load_state, store_state
 
 
 @triton.jit
@@ -20,9 +20,9 @@ def fold_kernel(
     x_ptr, k_ptr, v_ptr, decay_ptr, beta_ptr, history_ptr, state_ptr, slots_ptr, accepted_ptr,
     num_requests, window, history_layer, history_slot, history_row, state_layer, state_slot,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BC: tl.constexpr, PART: tl.constexpr, ROWS: tl.constexpr,
-    TAPS: tl.constexpr,
+    TAPS: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """Grid (H x V / ROWS, N, L). The order of sums is `decode_kernel`'s for the same PART."""
+    """Grid (H x V / ROWS, N, L). The order of sums is `decode_kernel`'s for the same PART. AHEAD: as there."""
     NP: tl.constexpr = BC // PART
     CHUNKS: tl.constexpr = (V + ROWS - 1) // ROWS
     h, chunk = tl.program_id(0) // CHUNKS, tl.program_id(0) % CHUNKS
@@ -31,10 +31,26 @@ def fold_kernel(
     slot = tl.load(slots_ptr + n).to(tl.int64)
     if (slot == 0) | (count == 0):
         return
+    if AHEAD > 0:
+        later = (tl.program_id(2) * num_requests + n) * (H * CHUNKS) + tl.program_id(0) + AHEAD
+        later_n, later_layer = later // (H * CHUNKS) % num_requests, later // (H * CHUNKS) // num_requests
+        is_there = later_layer < tl.num_programs(2)
+        later_slot = tl.load(slots_ptr + later_n, mask=is_there, other=0).to(tl.int64)
+        later_count = tl.load(accepted_ptr + later_n, mask=is_there, other=0)
     row = chunk * ROWS + tl.arange(0, ROWS)
     has_row = row < V
     rows = state_ptr + layer * state_layer + slot * state_slot + h * (V * K) + row * K
     tile = load_state(rows, has_row, K, PART, NP)
+    if AHEAD > 0:  # noqa: SIM102 - known at compile time, the next is not
+        if (later_slot != 0) & (later_count != 0):
+            far = later_layer.to(tl.int64)
+            start = state_ptr + far * state_layer + later_slot * state_slot
+            fetch(start + later % (H * CHUNKS) * (ROWS * K), ROWS * K * 4)
+            # the next token's vectors are asked for one step ahead, which is too late where they come from memory
+            later_line = (far * num_requests + later_n) * window * H + later % (H * CHUNKS) // CHUNKS
+            fetch_lines(k_ptr + later_line * K, H * K, later_count, K)
+            fetch_lines(decay_ptr + later_line * K, H * K, later_count, K)
+            fetch_lines(v_ptr + later_line * V, H * V, later_count, V)
     line = (layer * num_requests + n) * window * H + h
     k = load_keys(k_ptr + line * K, K, PART, NP, 0.0)
     decay = load_keys(decay_ptr + line * K, K, PART, NP, 1.0)

@@ -113,11 +113,12 @@ def prepare_kernel(
     q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, table_ptr, chunks_ptr, w_ptr, u_ptr, k_out_ptr, q_in_ptr, a_ptr, gamma_ptr,
     q_row, k_row, v_row, g_row, beta_row, head_first, scale,
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr, FIRST: tl.constexpr,
-    KIND: tl.constexpr, INVERSE_KIND: tl.constexpr, SUMS: tl.constexpr,
+    KIND: tl.constexpr, INVERSE_KIND: tl.constexpr, SUMS: tl.constexpr, IS_DIRECT: tl.constexpr,
 ):  # fmt: skip
     """Grid (chunks, heads of the group). Rows past the chunk's tokens come out as zeros, which leave a state as it is.
 
-    Goes over the channels in blocks of BLOCK; if there are several, keys and gates are read again for w.
+    IS_DIRECT: in the places of w and u come k P and the inverse times beta, [C, K] and [C, C]; v is not read. Else it
+    goes over the channels in blocks of BLOCK and, if there are several, reads keys and gates again for w.
     """
     c, h = tl.program_id(0).to(tl.int64), tl.program_id(1)
     head, place = h + head_first, c * tl.num_programs(1) + h
@@ -128,7 +129,7 @@ def prepare_kernel(
     q_ptr, k_ptr = q_ptr + first * q_row + head * K, k_ptr + first * k_row + head * K
     v_ptr, g_ptr = v_ptr + first * v_row + head * V, g_ptr + first * g_row + head * K
     w_ptr, k_out_ptr, q_in_ptr = w_ptr + place * (C * K), k_out_ptr + place * (C * K), q_in_ptr + place * (C * K)
-    u_ptr, at = u_ptr + place * (C * V), i * K + block
+    at = i * K + block
     beta = load_rows(beta_ptr + first * beta_row + head + i * beta_row, is_live)
     a_kk, a_qk = tl.zeros([C, C], tl.float32), tl.zeros([C, C], tl.float32)
     entering = tl.zeros([C, BLOCK], w_ptr.dtype.element_ty)
@@ -143,20 +144,27 @@ def prepare_kernel(
         prefix = tl.exp2(sums(table_ptr, 0, g, C, SUMS))
         q = load_rows(q_at, is_live)
         tl.store(q_in_ptr + (at + part * BLOCK), (q * prefix * scale).to(q_in_ptr.dtype.element_ty))
-        if BLOCK == K:
+        if IS_DIRECT:
+            tl.store(w_ptr + (at + part * BLOCK), (k * prefix).to(w_ptr.dtype.element_ty))
+        elif BLOCK == K:
             entering = (k * beta * prefix).to(w_ptr.dtype.element_ty)
         a_kk, a_qk = add_pairs(a_kk, a_qk, q_at, k_at, g, table_ptr, is_live, C, FIRST, KIND, SUMS)
     square = place * (C * C) + (i * C + tl.arange(0, C)[None, :])
     tl.store(a_ptr + square, (a_qk * scale).to(a_ptr.dtype.element_ty))
     inverse = invert_unit_lower(a_kk * beta, C, INVERSE_KIND)
-    for part in range(K // BLOCK):
-        if BLOCK < K:
-            keys = part * BLOCK + block
-            g = load_gates(g_ptr + (i * g_row + keys), is_live)
-            prefix = tl.exp2(sums(table_ptr, 0, g, C, SUMS))
-            entering = (load_rows(k_ptr + (i * k_row + keys), is_live) * beta * prefix).to(w_ptr.dtype.element_ty)
-        tl.store(w_ptr + (at + part * BLOCK), product(inverse, entering, KIND).to(w_ptr.dtype.element_ty))
-    for part in range(V // BLOCK):
-        v = load_rows(v_ptr + (i * v_row + part * BLOCK + block), is_live)
-        u = product(inverse, v * beta, KIND)
-        tl.store(u_ptr + (i * V + part * BLOCK + block), u.to(u_ptr.dtype.element_ty))
+    if IS_DIRECT:
+        column = tl.arange(0, C)
+        beta = load_rows(beta_ptr + first * beta_row + head + column * beta_row, column < length)
+        tl.store(u_ptr + square, (inverse * beta[None, :]).to(u_ptr.dtype.element_ty))
+    else:
+        for part in range(K // BLOCK):
+            if BLOCK < K:
+                keys = part * BLOCK + block
+                g = load_gates(g_ptr + (i * g_row + keys), is_live)
+                prefix = tl.exp2(sums(table_ptr, 0, g, C, SUMS))
+                entering = (load_rows(k_ptr + (i * k_row + keys), is_live) * beta * prefix).to(w_ptr.dtype.element_ty)
+            tl.store(w_ptr + (at + part * BLOCK), product(inverse, entering, KIND).to(w_ptr.dtype.element_ty))
+        for part in range(V // BLOCK):
+            v = load_rows(v_ptr + (i * v_row + part * BLOCK + block), is_live)
+            u = product(inverse, v * beta, KIND)
+            tl.store(u_ptr + place * (C * V) + (i * V + part * BLOCK + block), u.to(u_ptr.dtype.element_ty))

@@ -17,6 +17,32 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+# by the program's first thread alone
+FETCH = tl.constexpr(
+    "{ .reg .pred p; .reg .u32 t; mov.u32 t, %tid.x; setp.eq.u32 p, t, 0; mov.u32 $0, 0; "
+    "@p cp.async.bulk.prefetch.L2.global [$1], $2; }"
+)
+
+LINE = tl.constexpr("prefetch.global.L2 [$1]; mov.u32 $0, 0;")
+
+
+@triton.jit
+def fetch(start, BYTES: tl.constexpr):
+    """Have BYTES, a multiple of 16, brought into the L2 cache from an address divisible by 16. Not in the interpreter:
+    it has no assembly."""
+    size = tl.full([], BYTES, tl.int32)
+    tl.inline_asm_elementwise(FETCH, "=r,l,r", [start.to(tl.int64), size], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def fetch_lines(start, stride, count, VALUES: tl.constexpr):
+    """As `fetch`, up to 8 rows of up to 128 values at a distance of `stride`: an address every 128 bytes."""
+    step: tl.constexpr = 1024 // start.dtype.element_ty.primitive_bitwidth
+    row, place = tl.arange(0, 8)[:, None], tl.arange(0, 4)[None, :] * step
+    # places past the end repeat the first one
+    at = start + tl.minimum(row, count - 1) * stride + tl.where(place < VALUES, place, 0)
+    tl.inline_asm_elementwise(LINE, "=r,l", [at.to(tl.int64, bitcast=True)], dtype=tl.int32, is_pure=False, pack=1)
+
 
 @triton.jit
 def sigmoid(x):

@@ -20,51 +20,51 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from baltoro.kernels.kda.triton_token import load_taps, log_decay, sigmoid, split_taps
-
-PREFETCH = tl.constexpr("prefetch.global.L2 [$1]; mov.u32 $0, 0;")
+from baltoro.kernels.kda.triton_token import fetch, fetch_lines, load_taps, log_decay, sigmoid, split_taps
 
 
 @triton.jit
-def ahead(start, VALUES: tl.constexpr):
-    """Fetch FP32 values into the L2 cache: an address every 64 bytes."""
-    address = (start + tl.arange(0, VALUES // 16) * 16).to(tl.int64, bitcast=True)
-    tl.inline_asm_elementwise(PREFETCH, "=r,l", [address], dtype=tl.int32, is_pure=False, pack=1)
-
-
-@triton.jit
-def conv_window(
-    x, kept, weight, history, channel, live, x_row, kept_row, history_row, window: tl.constexpr, BG: tl.constexpr,
-    TAPS: tl.constexpr,
-):  # fmt: skip
-    """channel, live [S, BC] -> [S, BG, BC]: SiLU of the convolution for every token of the window, rounded to the
-    dtype of x, as FP32, zero where not live; copies the inputs to `kept`."""
+def load_window(
+    x, history, channel, live, row, IS_PAST: tl.constexpr, window: tl.constexpr, BG: tl.constexpr, TAPS: tl.constexpr
+):
+    """What the convolution of channels [S, BC] takes: a tuple over the taps of tiles [S, BG, BC], of the window's own
+    inputs x, or (IS_PAST, and not for the last tap) of those before it, zero where the other one has them."""
     token, place = tl.arange(0, BG)[None, :, None], channel[:, None, :]
     mask = live[:, None, :] & (token < window)
-    every = load_taps(weight, tl.trans(channel), tl.trans(live), TAPS, triton.next_power_of_2(TAPS))
-    taps = split_taps(every, TAPS)
-    value = tl.load(x + token * x_row + place, mask=mask, other=0.0)
-    tl.store(kept + token * kept_row + place, value, mask=mask)
-    total = value.to(tl.float32) * tl.trans(taps[TAPS - 1])[:, None, :]
-    for j in tl.static_range(TAPS - 1):
+    tiles = ()
+    for j in tl.static_range(TAPS - 1 if IS_PAST else TAPS):
         step = token + j - (TAPS - 1)
-        old = tl.load(history + (token + j) * history_row + place, mask=mask & (step < 0), other=0.0)
-        past = tl.load(x + step * x_row + place, mask=mask & (step >= 0), other=old.to(value.dtype))
-        total += past.to(tl.float32) * tl.trans(taps[j])[:, None, :]
-    return (total * sigmoid(total)).to(value.dtype).to(tl.float32)
+        if IS_PAST:
+            tiles += (tl.load(history + (token + j) * row + place, mask=mask & (step < 0), other=0.0),)
+        else:
+            tiles += (tl.load(x + step * row + place, mask=mask & (step >= 0), other=0.0),)
+    return tiles
 
 
 @triton.jit
-def window_decay(
-    raw, raw_row, bias, a_log, bound, window: tl.constexpr, K: tl.constexpr, BG: tl.constexpr, BC: tl.constexpr,
-    IS_BOUNDED: tl.constexpr,
-):  # fmt: skip
-    """Log-decays [BG, BC] of the window; zero where there is no token or key."""
-    time, place = tl.arange(0, BG)[:, None], tl.arange(0, BC)
-    live = (time < window) & (place < K)[None, :]
-    value = tl.load(raw + time * raw_row + place[None, :], mask=live, other=0.0).to(tl.float32)
-    every = tl.load(bias + place, mask=place < K, other=0.0)[None, :]
-    g = tl.where(live, log_decay(value, every, a_log, bound, IS_BOUNDED), 0.0)
+def convolve(new, past, every, TAPS: tl.constexpr):
+    """Tiles of `load_window` and weights of `load_taps` -> [S, BG, BC]: SiLU of the convolution for every token of the
+    window, rounded to the dtype of x, as FP32, zero where not live."""
+    taps = split_taps(every, TAPS)
+    step = tl.arange(0, new[0].shape[1])[None, :, None] - (TAPS - 1)
+    total = new[TAPS - 1].to(tl.float32) * tl.trans(taps[TAPS - 1])[:, None, :]
+    for j in tl.static_range(TAPS - 1):
+        value = tl.where(step + j < 0, past[j].to(new[j].dtype), new[j])
+        total += value.to(tl.float32) * tl.trans(taps[j])[:, None, :]
+    return (total * sigmoid(total)).to(new[0].dtype).to(tl.float32)
+
+
+@triton.jit
+def keep(kept, tile, channel, live, row, window: tl.constexpr):
+    """Copy a window's inputs [S, BG, BC]."""
+    token = tl.arange(0, tile.shape[1])[None, :, None]
+    tl.store(kept + token * row + channel[:, None, :], tile, mask=live[:, None, :] & (token < window))
+
+
+@triton.jit
+def window_decay(raw, live, bias, a_log, bound, IS_BOUNDED: tl.constexpr):
+    """raw, live [BG, BC], bias [BC] -> log-decays [BG, BC] of the window; zero where there is no token or key."""
+    g = tl.where(live, log_decay(raw.to(tl.float32), bias[None, :], a_log, bound, IS_BOUNDED), 0.0)
     return tl.max(g[None], axis=0)  # of one: what passes a reduction is not computed again in another layout
 
 
@@ -145,7 +145,10 @@ def verify_kernel(
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Grid (H, N). BG is 8; BC: the power of two, at least 16, for K and V; the state comes in BC / ROWS chunks.
-    AHEAD: fetch the state into the L2 cache at the start; K and V are 128, and no interpreter (it has no assembly)."""
+    AHEAD: 1: fetch the gate into the L2 cache early on, 2: the state too; K and V are 128; 0: neither.
+
+    A load that comes after a store waits for what is stored, so all loads but those come first, and of them those that
+    need no slot."""
     CHUNKS: tl.constexpr = BC // ROWS
     h, n = tl.program_id(0), tl.program_id(1).to(tl.int64)
     row, place, some = tl.arange(0, 2 * BG), tl.arange(0, BC), tl.arange(0, ROWS)
@@ -154,28 +157,39 @@ def verify_kernel(
     token = first + row % BG
     has_token = row % BG < window
     slot = tl.load(slots_ptr + n).to(tl.int64)
+    width, half = H * (2 * K + V), tl.arange(0, 2)[:, None]
+    x, kept = x_ptr + first * x_row, kept_x_ptr + first * width
+    keys, has_key = tl.where(half == 0, H + h, h) * K + place[None, :], (half < 2) & (place < K)[None, :]
+    values, has_value = 2 * H * K + h * V + place[None, :], (place < V)[None, :]
+    new_keys = load_window(x, x, keys, has_key, x_row, False, window, BG, TAPS)
+    new_values = load_window(x, x, values, has_value, x_row, False, window, BG, TAPS)
+    live = (time < window) & (place < K)[None, :]
+    raw = tl.load(raw_ptr + first * raw_row + h * K + time * raw_row + place[None, :], mask=live, other=0.0)
+    bias = tl.load(bias_ptr + h * K + place, mask=place < K, other=0.0)
+    a_log, b = tl.load(a_log_ptr + h), tl.load(b_ptr + token * b_row + h, mask=has_token, other=0.0)
+    key_taps = load_taps(conv_ptr, tl.trans(keys), tl.trans(has_key), TAPS, triton.next_power_of_2(TAPS))
+    value_taps = load_taps(conv_ptr, tl.trans(values), tl.trans(has_value), TAPS, triton.next_power_of_2(TAPS))
     if slot == 0:
         places = ((first + time) * H + h) * V + place[None, :]
-        mask = (time < window) & (place < V)[None, :]
+        mask = (time < window) & has_value
         tl.store(out_ptr + places, tl.zeros([BG, BC], tl.float32).to(out_ptr.dtype.element_ty), mask=mask)
         return
-    state = state_ptr + slot * state_slot + h * (V * K)
-    if AHEAD:  # into the L2 cache, without a register that waits for it
-        ahead(state, BC * BC)
 
-    width = H * (2 * K + V)
-    x, kept, history = x_ptr + first * x_row, kept_x_ptr + first * width, history_ptr + slot * history_slot
-    half = tl.arange(0, 2)[:, None]
-    channel, live = tl.where(half == 0, H + h, h) * K + place[None, :], (half < 2) & (place < K)[None, :]
-    rows = conv_window(x, kept, conv_ptr, history, channel, live, x_row, width, history_row, window, BG, TAPS)
-    channel, live = 2 * H * K + h * V + place[None, :], (place < V)[None, :]
-    v = conv_window(x, kept, conv_ptr, history, channel, live, x_row, width, history_row, window, BG, TAPS)
+    history = history_ptr + slot * history_slot
+    old_keys = load_window(history, history, keys, has_key, history_row, True, window, BG, TAPS)
+    old_values = load_window(history, history, values, has_value, history_row, True, window, BG, TAPS)
+    state, gate = state_ptr + slot * state_slot + h * (V * K), gate_ptr + first * gate_row + h * V
+    if AHEAD > 0:
+        fetch_lines(gate, gate_row, window, V)
+    if AHEAD > 1:
+        fetch(state, V * K * 4)
+    rows, v = convolve(new_keys, old_keys, key_taps, TAPS), convolve(new_values, old_values, value_taps, TAPS)
     length = 1.0 / tl.sqrt(tl.sum(rows * rows, axis=2) + 1e-6)
     rows *= (length * tl.where(half == 0, 1.0, scale))[:, :, None]
-    a_log, raw = tl.load(a_log_ptr + h), raw_ptr + first * raw_row + h * K
-    g = window_decay(raw, raw_row, bias_ptr + h * K, a_log, bound, window, K, BG, BC, IS_BOUNDED)
-    beta = sigmoid(tl.load(b_ptr + token * b_row + h, mask=has_token, other=0.0).to(tl.float32))
+    g, beta = window_decay(raw, live, bias, a_log, bound, IS_BOUNDED), sigmoid(b.to(tl.float32))
 
+    keep(kept, new_keys[TAPS - 1], keys, has_key, width, window)
+    keep(kept, new_values[TAPS - 1], values, has_value, width, window)
     record(rows, v, tl.exp(g), k_ptr, v_ptr, decay_ptr, (first + time) * H + h, window, K, V)
     tl.store(beta_ptr + token * H + h, beta, mask=has_token & (is_query == 0))
 
@@ -195,5 +209,5 @@ def verify_kernel(
         both = tl.reshape(tl.dot(solved, rest, read, input_precision=PRECISION), (2, BG, ROWS))
         o += (tl.sum(tl.where(half == 1, both, 0.0), axis=0),)
         squares += o[c] * o[c]
-    gate, out = gate_ptr + first * gate_row + h * V, out_ptr + (first * H + h) * V
+    out = out_ptr + (first * H + h) * V
     write(o, squares, gate, gate_row, norm_ptr, out, H * V, eps, window, V, CHUNKS)
