@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from baltoro.config import set_environment
+from baltoro.errors import InvariantError
 from baltoro.kernels.dispatch import SWITCH, kernels_for
 from baltoro.kernels.spans import Spans
 from baltoro.model.attnres import Stream
@@ -108,7 +109,6 @@ class Slice(nn.Module):
         del self.first.mlp  # no part of the slice
         _fill(self, shape)
         self._make_inputs(dtype)
-        self.is_permuted = False
         self._written = (self.views.recurrent[0], self.views.conv[0], self.views.kv[0])
         self._kept = [view.clone() for view in self._written]
 
@@ -135,18 +135,13 @@ class Slice(nn.Module):
         self.prefix, self.update = draw(batch, config.hidden_size), draw(batch, config.hidden_size)
 
     def prepare(self, rung: Rung) -> None:
-        """Merged and permuted as far as the rung wants; there is no way back."""
+        """Merged and in tiles as far as the rung wants; there is no way back."""
         if rung.is_merged:
             for module in (self.first, self.second, self.first.self_attn, self.second.self_attn, self.moe):
                 module.merge()
-        if rung.is_permuted and not self.is_permuted:
-            self._permute()
-            self.is_permuted = True
+        if rung.is_permuted and (reason := self.moe.experts.tile()):
+            raise InvariantError(f"experts in tiles: {reason}")
         self.moe.is_forked = rung.is_forked
-
-    def _permute(self) -> None:
-        """The experts in the order of the kernels, as an engine holds them."""
-        self.moe.experts.tile()
 
     def restore(self) -> None:
         """State and cache as they were at first."""

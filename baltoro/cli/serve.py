@@ -108,18 +108,12 @@ def serve(
 
     folder = find_model(model)
     engine = EngineConfig(
-        page_size=page_size,
-        max_batch_tokens=max_batch_tokens,
-        max_running=max_running,
-        max_waiting=max_waiting,
-        max_context=max_context or "auto",
+        page_size=page_size, max_batch_tokens=max_batch_tokens, max_running=max_running, max_waiting=max_waiting,
+        max_context=max_context or "auto", dtype=dtype, device=device, seed=seed,
         memory_bytes="auto" if memory == "auto" else size_bytes(memory, "--memory"),
-        dtype=dtype,
-        device=device,
         graph_batch=graphs if device != "cpu" else 0,
-        seed=seed,
         **(cache.engine_fields() | adapters.engine_fields()),
-    )
+    )  # fmt: skip
     server = ServerConfig(
         model_name=name or folder.resolve().name,
         max_context_tokens=0,  # the engine says it

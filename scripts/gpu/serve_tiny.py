@@ -56,6 +56,49 @@ def speed(engine: Engine, count: int, tokens: int) -> float:
     return count * tokens / (time.perf_counter() - began)
 
 
+def replay_ms(engine: Engine, size: int) -> float:
+    """Of a captured step of `size` decodes alone, on the device: what a step of the engine takes beyond is the host."""
+    graphs = engine.runner.graphs
+    assert graphs is not None
+    step = graphs._steps[size]
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    with torch.inference_mode():
+        for _ in range(3):
+            step()
+        start.record()
+        for _ in range(50):
+            step()
+        end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / 50
+
+
+def host_ms(engine: Engine, count: int, tokens: int) -> dict[str, float]:
+    """Milliseconds of the host in a step of `count` streams, part by part."""
+    spent: dict[str, float] = {}
+
+    def timed(function: Any, name: str) -> Any:
+        def call(*args: Any) -> Any:
+            began = time.perf_counter()
+            try:
+                return function(*args)
+            finally:
+                spent[name] = spent.get(name, 0.0) + time.perf_counter() - began
+
+        return call
+
+    scheduler, runner = engine.scheduler, engine.runner
+    scheduler.plan = timed(scheduler.plan, "plan")  # type: ignore[method-assign]
+    scheduler.commit = timed(scheduler.commit, "commit")  # type: ignore[method-assign]
+    runner._issue = timed(runner._issue, "issue")  # type: ignore[method-assign]
+    steps, began = scheduler.counts.steps, time.perf_counter()
+    answers(engine, count, tokens)
+    whole, steps = time.perf_counter() - began, scheduler.counts.steps - steps
+    del scheduler.plan, scheduler.commit, runner._issue
+    spent["wait and the rest"] = whole - sum(spent.values())
+    return {name: round(1e3 * seconds / max(1, steps), 3) for name, seconds in spent.items()}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="models/tiny")
@@ -81,7 +124,12 @@ def main() -> None:
     say("bf16 graphs and CPU", same(answers(half, 16, 48), expected))
     for count in (1, 64):
         say(f"bf16 graphs, {count} streams, tokens/s", round(speed(half, count, args.tokens)))
+        if args.device == "cuda":
+            say(f"the captured step of {count} alone, ms", round(replay_ms(half, count), 3))
+    say("host of 64 streams, ms a step", host_ms(half, 64, args.tokens))
     say("fp32 CPU, two threads, 64 streams, tokens/s", round(speed(cpu, 64, args.tokens // 4)))
+    fast, slow = (found[f"{name} streams, tokens/s"] for name in ("bf16 graphs, 64", "fp32 CPU, two threads, 64"))
+    say("GPU over CPU, 64 streams", round(fast / slow, 1))
     if args.json:
         args.json.write_text(json.dumps(found))
 

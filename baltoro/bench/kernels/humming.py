@@ -50,7 +50,7 @@ def _layer(weight: Packed, *, is_w4a8: bool) -> Any:
     layer = import_module("humming.layer").HummingLayer(
         shape_n=rows, shape_k=2 * half, weight_config={"quant_method": "mxfp4"}, input_config=inputs,
         num_experts=count, torch_dtype=torch.bfloat16,
-    ).cuda()  # fmt: skip
+    ).to("cuda")  # fmt: skip
     layer.load_from_tensors({"weight": weight.packed, "weight_scale": weight.scale})
     layer.transform()
     return layer

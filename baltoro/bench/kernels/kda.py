@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from baltoro.bench.kernels.replays import copy_bytes_per_second, eager_seconds, replay_seconds
+from baltoro.bench.kernels.timing import PEER_FAULTS
 from baltoro.kernels.kda import fused, prefill
 from baltoro.kernels.kda.fused_reference import MixerWeights, Window
 from baltoro.kernels.norm.reference import l2_norm
@@ -112,7 +113,7 @@ def _peer(peer: str, make: Callable[[], Figure]) -> list[Figure]:
     """Its row; a peer that cannot run here says why and has none."""
     try:
         return [make()]
-    except Exception as error:  # noqa: BLE001 - other people's code, built for other machines
+    except PEER_FAULTS as error:
         warnings.warn(f"{peer} did not run: {type(error).__name__}: {str(error)[:300]}", stacklevel=2)
         return []
 

@@ -14,6 +14,14 @@ from dataclasses import dataclass
 
 import torch
 
+from baltoro.errors import BaltoroError
+
+# What other people's code raises where it was not built for this machine; a wrong result of theirs is among it.
+PEER_FAULTS = (
+    ImportError, RuntimeError, ValueError, TypeError, AttributeError, AssertionError, LookupError, OSError,
+    ArithmeticError, BaltoroError,
+)  # fmt: skip
+
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
@@ -52,7 +60,7 @@ def add_peer(peers: dict[str, float], name: str, measure: Callable[[], float]) -
     """`measure()` under `name`, in microseconds; a peer that cannot run here says why and leaves no figure."""
     try:
         peers[name] = measure()
-    except Exception as error:  # noqa: BLE001 - other people's code, built for other machines
+    except PEER_FAULTS as error:
         warnings.warn(f"{name} did not run: {type(error).__name__}: {str(error)[:300]}", stacklevel=2)
 
 
