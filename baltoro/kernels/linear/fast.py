@@ -22,7 +22,7 @@ FEW_ROWS = 8
 # Rows beside which a tile of the weight is still most of what a program reads.
 THIN_ROWS = 16
 # Above, logits and the rest are one product of the framework with fp32 results, on a GPU, else two.
-MAX_MERGED_ROWS = 256
+MAX_MERGED_ROWS = 128
 
 
 @dataclass(frozen=True, slots=True)
