@@ -17,8 +17,8 @@ from baltoro.kernels.norm import fast as norm
 
 # To be set by `baltoro bench kernels` on the device: the spec expects a gain up to about 4 rows.
 MAX_ROWS = 4
-# Wider rows are normed in a launch of their own: every program of the product would norm all of x again (7168 x 3584, one
-# row: 29.8 us with the norm inside, 17.7 without).
+# Wider rows are normed in a launch of their own: every program of the product would norm all of x again (7168 x 3584,
+# one row: 29.8 us with the norm inside, 17.7 without).
 MAX_NORMED = 1024
 # Rows of one launch that only computes sums of products; sums of 8 rows still fit the registers.
 FEW_ROWS = 8
