@@ -34,9 +34,9 @@ def both(tile: Tile, **changes: object) -> Plan:
 # The most promising first.
 VARIANTS: dict[str, tuple[Plan, ...]] = {
     "16 pairs": (
+        Plan(replace(PAIR, spread=True, signal=7), LAST),
         Plan(replace(PAIR, spread=True), LAST),
         Plan(PAIR, LAST),
-        Plan(replace(PAIR, spread=True, early=False), LAST),
         Plan(Tile(8, 0, 64, 1, 3, spread=True), LAST),
         Plan(replace(PAIR, spread=True), replace(LAST, spread=True)),
         Plan(replace(PAIR, spread=True), replace(LAST, split=1)),
@@ -44,7 +44,7 @@ VARIANTS: dict[str, tuple[Plan, ...]] = {
         Plan(Tile(8, 0, 64, 2, 3, spread=True), Tile(8, 0, 64, 1, 4)),
         Plan(replace(PAIR, spread=True), replace(LAST, fetch=0)),
         Plan(replace(PAIR, spread=True), replace(LAST, fetch=8)),
-        Plan(Tile(8, 0, 64, 1, 3), LAST),
+        Plan(replace(PAIR, spread=True, signal=4), LAST),
         Plan(replace(PAIR, spread=True, stages=4), replace(LAST, stages=4)),
     ),
     "512 rows": (both(Tile(8, 0, 128, 2, 4)), both(Tile(8, 0, 128, 2, 3)), both(Tile(8, 0, 64, 1, 3, spread=True))),
@@ -57,13 +57,13 @@ VARIANTS: dict[str, tuple[Plan, ...]] = {
 
 
 def short(plan: Plan) -> str:
-    """Both cuts: rows+more x block, warps, stages, [registers], [split], [spread], [late], [in place], fetch."""
+    """Both cuts: rows+more x block, warps, stages, [registers], [split], [spread], [signal], [in place], fetch."""
     words = []
     for tile in (plan.first, plan.second):
         word = f"{tile.rows}+{tile.more}x{tile.block} w{tile.warps} s{tile.stages}"
         word += f" r{tile.registers}" if tile.registers else ""
         word += f" k{tile.split}" if tile.split > 1 else ""
-        word += " spread" * tile.spread + " late" * (not tile.early)
+        word += " spread" * tile.spread + (f" after {tile.signal}/8" if tile.signal else "")
         words.append(word + (" here" if tile.in_place else ""))
     same = words[0] == words[1]
     return f"({words[0] if same else ' | '.join(words)}, fetch {plan.second.fetch})"

@@ -72,7 +72,7 @@ def test_experts(tokens: int, active: int, is_permuted: bool, dtype: torch.dtype
     assert torch.equal(out, again)
 
 
-TURNED = replace(tile_experts.PAIRS.second, split=1, spread=True, early=False)
+TURNED = replace(tile_experts.PAIRS.second, split=1, spread=True, signal=3)
 
 
 @pytest.mark.parametrize(

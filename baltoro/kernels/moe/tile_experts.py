@@ -33,8 +33,8 @@ class Tile:
     split       pieces of the columns, each with programs of its own; of the second product of pairs only
     fetch       units of weights that the second product asks for before the first has ended
     spread      programs begin with different columns
-    early       the second product's programs may start as soon as there is room for them, not only when the first's
-                are at their end; of the first product only
+    signal      eighths of its columns that each program of the first product has gone over before programs of the
+                second may start: what these ask for too early has left the second cache when they need it
     in_place    wgmma's inputs are loaded where they lie, four bytes at a time, not put in order by another launch
     """
 
@@ -48,7 +48,7 @@ class Tile:
     fetch: int = 4
     in_place: bool = False
     spread: bool = False
-    early: bool = True
+    signal: int = 0
 
     @property
     def wide(self) -> int:
@@ -88,7 +88,7 @@ class Inputs:
 # mma.sync, which wastes less on 8 rows than wgmma does. For 16 pairs of 6144 and 3584 rows the first has 6 programs a
 # multiprocessor; the second would have 3 or 4, so it is split in two along the columns. Timed on an H200 (2026-11-30),
 # before inputs were loaded a unit at a time: 95.6 us, against 112 in blocks of 64 rows.
-PAIRS = Plan(Tile(8, 0, 128, 2, 3, spread=True), Tile(8, 0, 128, 2, 3, split=2))
+PAIRS = Plan(Tile(8, 0, 128, 2, 3, spread=True, signal=7), Tile(8, 0, 128, 2, 3, split=2))
 # By the mean number of rows an expert, up to: more rows a tile share one conversion of the weights. Timed as above:
 # 533-545 us for 512 rows, 2958 us for 16,352. A bound of 128 registers keeps two programs of 8 warps, or one of 16, on
 # a multiprocessor; nothing between 16 and 96 rows was timed.
@@ -225,7 +225,7 @@ def first(
         len(experts.first_packed), ids.shape[1], x.shape[1], x.shape[1], units, inner // UNIT, num_counters,
         beta, linear_beta, KIND=kind, N1=tile.rows, N2=tile.more, COUNTERS=next_power_of_2(num_counters),
         IS_PAIRS=is_pairs, IS_ARRANGED=inputs.is_arranged, IS_WHOLE=x.shape[1] % UNIT == 0,
-        IS_ROUNDED=inputs.is_rounded, EARLY=tile.early, PDL=has_dependent_launch(x), **_shape(tile),
+        IS_ROUNDED=inputs.is_rounded, SIGNAL=tile.signal, PDL=has_dependent_launch(x), **_shape(tile),
     )  # fmt: skip
     return hidden, counters
 

@@ -83,10 +83,20 @@ def fetch(
 
 
 @triton.jit
+def signal(left):
+    """Let the dependent launch begin when `left` is 0; no branch, which would keep loads from running ahead."""
+    tl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.eq.s32 p, $1, 0; @p griddepcontrol.launch_dependents; mov.u32 $0, 0; }",
+        "=r,r", [left], dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
 def product(
     x, stride, width, row, row_more, live, live_more, packed, scales, row_tile, num_units, start, stop, begin,
     N1: tl.constexpr, N2: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr, WARPS: tl.constexpr,
-    IS_ARRANGED: tl.constexpr, IS_WHOLE: tl.constexpr, SPREAD: tl.constexpr, INTERPRET: tl.constexpr,
+    IS_ARRANGED: tl.constexpr, IS_WHOLE: tl.constexpr, SPREAD: tl.constexpr, SIGNAL: tl.constexpr,
+    INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """Weights, BLOCK rows from `row_tile` on, times rows of x, `row` [N1] and `row_more` [N2] where these are live.
 
@@ -110,6 +120,8 @@ def product(
     column = columns(128, WIDE, IS_ARRANGED)[:, None]
     x1, x2 = x + row[None, :] * stride + column, x + row_more[None, :] * stride + column
     for step in range(start, stop):
+        if SIGNAL:
+            signal(step - (stop - start) * SIGNAL // 8)
         unit = step
         if SPREAD:
             unit = turned(step, start, stop, begin)
@@ -174,12 +186,12 @@ def first_product(
     num_experts, num_active, width, stride, num_units, num_units_out, num_counters, beta, linear_beta,
     KIND: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr,
     WARPS: tl.constexpr, COUNTERS: tl.constexpr, IS_PAIRS: tl.constexpr, IS_ARRANGED: tl.constexpr,
-    IS_WHOLE: tl.constexpr, IS_ROUNDED: tl.constexpr, SPREAD: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
+    IS_WHOLE: tl.constexpr, IS_ROUNDED: tl.constexpr, SPREAD: tl.constexpr, SIGNAL: tl.constexpr, PDL: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """hidden [pairs, F'] = activation(w1 x, w3 x); grid (blocks of rows, pairs or tiles). x [tokens, M], or arranged
     [pairs, M']. Pairs: counters int32 [tokens, num_counters] become 0, for the second product."""
-    if PDL and EARLY:
+    if PDL and SIGNAL == 0:
         gdc_launch_dependents()
     block, tile = tl.program_id(0), tl.program_id(1)
     if IS_PAIRS:
@@ -201,10 +213,8 @@ def first_product(
         x, stride, width, sources(place, end, order, num_active, is_sorted),
         sources(more, end, order, num_active, is_sorted), place < end, more < end,
         packed, scales, row_tile, num_units, 0, num_units, begun(0, num_units, block, tile, SPREAD),
-        N1, N2, BLOCK, WIDE, WARPS, IS_ARRANGED, IS_WHOLE, SPREAD, INTERPRET,
+        N1, N2, BLOCK, WIDE, WARPS, IS_ARRANGED, IS_WHOLE, SPREAD, SIGNAL if PDL else 0, INTERPRET,
     )  # fmt: skip
-    if PDL and not EARLY:
-        gdc_launch_dependents()
     end = row + (end - first)
     store_hidden(sums1, hidden, row, end, block, num_units_out, beta, linear_beta, N1, KIND, BLOCK, IS_ROUNDED)
     if N2:
@@ -236,15 +246,16 @@ def second_of_groups(
         return
     row_tile = expert * num_row_tiles + block * (BLOCK // 8)
     begin = begun(0, num_units, block, tile, SPREAD)
-    if FETCH:  # the table, the order and the weights are older than the first product
-        fetch(packed, row_tile, num_units, 0, num_units, begin, BLOCK, FETCH, INTERPRET)
+    if PDL or INTERPRET:  # the table, the order and the weights are older than the first product
+        if FETCH:
+            fetch(packed, row_tile, num_units, 0, num_units, begin, BLOCK, FETCH, INTERPRET)
     if PDL:
         gdc_wait()
     place, more = first + tl.arange(0, N1), first + N1 + tl.arange(0, N2 if N2 else N1)
     sums1, sums2 = product(
         hidden, num_units * 128, 0, place.to(tl.int64), more.to(tl.int64), place < end, more < end,
         packed, scales, row_tile, num_units, 0, num_units, begin,
-        N1, N2, BLOCK, WIDE, WARPS, IS_ARRANGED, True, SPREAD, INTERPRET,
+        N1, N2, BLOCK, WIDE, WARPS, IS_ARRANGED, True, SPREAD, 0, INTERPRET,
     )  # fmt: skip
     store_parts(sums1, parts, order, first, end, block, width, N1, BLOCK)
     if N2:
@@ -265,8 +276,9 @@ def second_of_pairs(
     row_tile = tl.load(ids + pair).to(tl.int64) * num_row_tiles + block * (BLOCK // 8)
     start, stop = split * num_units // SPLIT, (split + 1) * num_units // SPLIT
     begin = begun(start, stop, block, piece, SPREAD)
-    if FETCH:  # the picks and the weights are older than the first product
-        fetch(packed, row_tile, num_units, start, stop, begin, BLOCK, FETCH, INTERPRET)
+    if PDL or INTERPRET:  # the picks and the weights are older than the first product
+        if FETCH:
+            fetch(packed, row_tile, num_units, start, stop, begin, BLOCK, FETCH, INTERPRET)
     if PDL:
         gdc_wait()
     n, column, token = tl.arange(0, N), block * BLOCK + tl.arange(0, BLOCK), pair // num_active
@@ -274,7 +286,7 @@ def second_of_pairs(
     sums, _ = product(
         hidden, num_units * 128, 0, place.to(tl.int64), place.to(tl.int64), n < 1, n < 1,
         packed, scales, row_tile, num_units, start, stop, begin,
-        N, 0, BLOCK, WIDE, WARPS, False, True, SPREAD, INTERPRET,
+        N, 0, BLOCK, WIDE, WARPS, False, True, SPREAD, 0, INTERPRET,
     )  # fmt: skip
     at = parts + (piece.to(tl.int64) * width + column)[:, None] + n[None, :]
     tl.store(at, sums * 4294967296.0, mask=(n < 1)[None, :] & (column < width)[:, None])
