@@ -246,9 +246,8 @@ def second_of_groups(
         return
     row_tile = expert * num_row_tiles + block * (BLOCK // 8)
     begin = begun(0, num_units, block, tile, SPREAD)
-    if PDL or INTERPRET:  # the table, the order and the weights are older than the first product
-        if FETCH:
-            fetch(packed, row_tile, num_units, 0, num_units, begin, BLOCK, FETCH, INTERPRET)
+    if FETCH and (PDL or INTERPRET):  # the table, the order and the weights are older than the first product
+        fetch(packed, row_tile, num_units, 0, num_units, begin, BLOCK, FETCH, INTERPRET)
     if PDL:
         gdc_wait()
     place, more = first + tl.arange(0, N1), first + N1 + tl.arange(0, N2 if N2 else N1)
@@ -276,9 +275,8 @@ def second_of_pairs(
     row_tile = tl.load(ids + pair).to(tl.int64) * num_row_tiles + block * (BLOCK // 8)
     start, stop = split * num_units // SPLIT, (split + 1) * num_units // SPLIT
     begin = begun(start, stop, block, piece, SPREAD)
-    if PDL or INTERPRET:  # the picks and the weights are older than the first product
-        if FETCH:
-            fetch(packed, row_tile, num_units, start, stop, begin, BLOCK, FETCH, INTERPRET)
+    if FETCH and (PDL or INTERPRET):  # the picks and the weights are older than the first product
+        fetch(packed, row_tile, num_units, start, stop, begin, BLOCK, FETCH, INTERPRET)
     if PDL:
         gdc_wait()
     n, column, token = tl.arange(0, N), block * BLOCK + tl.arange(0, BLOCK), pair // num_active
