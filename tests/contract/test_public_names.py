@@ -23,13 +23,16 @@ def missing_types(function: Function, is_method: bool) -> list[str]:
     return missing + (["return"] if function.returns is None else [])
 
 
+KERNELS = ("triton.jit", "gluon.jit")
+
+
 def untyped(file: Path) -> list[str]:
     """Functions of a file, private ones too, that lack an annotation. Triton's kernel bodies need none."""
     module = parse(file)
     methods = {id(child) for node in ast.walk(module) if isinstance(node, ast.ClassDef) for child in node.body}
     hits = []
     for name, function in functions(module):
-        if any(ast.unparse(decorator).split("(")[0] == "triton.jit" for decorator in function.decorator_list):
+        if any(ast.unparse(decorator).split("(")[0] in KERNELS for decorator in function.decorator_list):
             continue
         missing = missing_types(function, id(function) in methods)
         if missing:

@@ -12,22 +12,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 @triton.jit
 def select(
-    logits,
-    bias,
-    ids,
-    weights,
-    counts,
-    num_experts,
-    scaling,
-    TOP: tl.constexpr,
-    TOP_BLOCK: tl.constexpr,
-    GROUPS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    IS_SIGMOID: tl.constexpr,
-    IS_RENORMALISED: tl.constexpr,
-    HAS_COUNTS: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    logits, bias, ids, weights, counts, num_experts, scaling,
+    TOP: tl.constexpr, TOP_BLOCK: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr,
+    IS_SIGMOID: tl.constexpr, IS_RENORMALISED: tl.constexpr, HAS_COUNTS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """logits fp32 [T, E], bias fp32 [E] -> ids int64 [T, A], weights fp32 [T, A]; adds to counts int32 [E]."""
     token = tl.program_id(0).to(tl.int64)
     lane, group = tl.arange(0, WIDTH), tl.arange(0, GROUPS)

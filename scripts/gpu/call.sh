@@ -1,0 +1,56 @@
+#!/usr/bin/env bash
+# Two GPUs, one call: what is timed on the first, alone; RL and what is only right or wrong on the second.
+#
+#     call.sh "NAME:SECONDS ..." "NAME:SECONDS ..."      timed on GPU 0 one after the other; not timed, on GPU 1
+#         names: labs (mla, prefill, decode, experts, slice), peers, serve, eval, sanitize, margins, tests[=folders,...]
+#         RL_SECONDS  of scripts/gpu/rl_tiny.sh on the second GPU (0: none), SEEDS its seeds, RL_ARGS its arguments
+# Whole texts come back in $OUT/texts.tar.gz; JSON of peers, slice, eval and serve beside it.
+set -uo pipefail
+cd "$(dirname "$0")/../.."
+export out="${OUT:-runs/out}" texts=/tmp/texts
+mkdir -p "$out" $texts
+export PYTHONUNBUFFERED=1 TRITON_CACHE_DIR=/tmp/triton-lab
+python3 -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --upgrade --target /tmp/site2 \
+  .whl/*.whl .whl2/*.whl $(ls .whl3/*.whl .whl4/*.whl 2> /dev/null)
+export PYTHONPATH="/tmp/site2:.:.whl3/stubs" # judges: wheels of reasoning-gym
+
+one() { # name[=folders], seconds
+  case $1 in
+    serve) OMP_NUM_THREADS=2 python3 -m scripts.gpu.serve_tiny --json "$texts/serve.json" ;;
+    peers) python3 -m scripts.gpu.kernels_peers --json "$out/peers.json" --seconds "$2" ;;
+    sanitize) SANITIZE=1 SECONDS_EACH=$(($2 / 2)) bash scripts/gpu/check_kernels.sh ;;
+    eval) OMP_NUM_THREADS=4 python3 -m scripts.gpu.eval_tiny --model models/tiny --graphs 64 --json "$texts/eval.json" ;;
+    margins) OMP_NUM_THREADS=2 python3 -m scripts.gpu.margins --model models/tiny --device cuda ;;
+    slice) python3 -m scripts.gpu.lab_slice --seconds "$2" --json "$out/slice.json" ;;
+    tests*)
+      folders="$(echo "${1#tests}" | tr '=,' '  ')"
+      # shellcheck disable=SC2086 (words are meant)
+      python3 -m pytest -v --timeout 100 -n 6 -m gpu -p no:cacheprovider ${folders:-tests}
+      ;;
+    *) python3 -m "scripts.gpu.lab_$1" --seconds "$2" ;;
+  esac
+}
+export -f one
+row() { # GPU, items
+  for item in $2; do
+    name="${item%%:*}" seconds="${item##*:}"
+    file="$texts/${name%%=*}.txt"
+    CUDA_VISIBLE_DEVICES=$1 OMP_NUM_THREADS=1 timeout $((seconds + 20)) bash -c "one $name $seconds" > "$file" 2>&1
+    echo "=== $name, ended at $SECONDS s, $?"
+    case $name in
+      tests*) grep -E "^(FAILED|ERROR|E  )|passed|failed" "$file" | cut -c1-180 | head -40 ;;
+      *) tail "-${LINES_EACH:-30}" "$file" | cut -c1-170 ;;
+    esac
+  done
+}
+if [ "${RL_SECONDS:-0}" -gt 0 ]; then
+  # shellcheck disable=SC2086
+  FIRST_GPU=1 GPUS=1 bash scripts/gpu/rl_tiny.sh "$RL_SECONDS" ${SEEDS:-1 2 3} > $texts/rl.txt 2>&1 &
+fi
+row 1 "${2:-}" > $texts/beside.txt 2>&1 &
+row 0 "${1:-}"
+wait
+tail -90 $texts/beside.txt
+[ -f $texts/rl.txt ] && tail -12 $texts/rl.txt | cut -c1-200
+tar czf "$out/texts.tar.gz" -C /tmp texts
+echo "=== end at $SECONDS s"
