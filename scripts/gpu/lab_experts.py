@@ -184,7 +184,7 @@ def wholes(experts: TiledExperts, c: Case, limits: Ceilings) -> Iterator[str]:
     ranked = sorted(c.times.items(), key=lambda pair: pair[1][0])
     for plan, (whole, first, second) in ranked:
         yield (
-            f"{c.name:11} {short(plan):58} whole {whole:8.1f} us {whole / floor['whole']:5.2f} x floor, "
+            f"{c.name:11} {short(plan):62} whole {whole:8.1f} us {whole / floor['whole']:5.2f} x floor, "
             f"first {first:8.1f} {first / floor['first']:5.2f}, second {second:8.1f} {second / floor['second']:5.2f}"
         )
     samples, inner = (5, 3) if c.name == "16352 rows" else (9, 5)

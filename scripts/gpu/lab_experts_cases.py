@@ -22,8 +22,8 @@ CASES = {
     "16 pairs": (1, ACTIVE, True), "512 rows": (512, 1, False), "16352 rows": (1022, ACTIVE, False),
     "64 pairs": (4, ACTIVE, True), "64 rows": (4, ACTIVE, False),
 }  # fmt: skip
-LAST = Tile(8, 0, 64, 1, 4)  # the second product of pairs, as it was
-BIG, TWO = Tile(64, 32, 256, 16, 3, 128), Tile(64, 32, 128, 8, 3, 128)
+PAIR, LAST = Tile(8, 0, 128, 2, 3), Tile(8, 0, 128, 2, 3, split=2)
+MANY = Tile(64, 16, 128, 8, 3, 128)
 
 
 def both(tile: Tile, **changes: object) -> Plan:
@@ -34,49 +34,36 @@ def both(tile: Tile, **changes: object) -> Plan:
 # The most promising first.
 VARIANTS: dict[str, tuple[Plan, ...]] = {
     "16 pairs": (
-        Plan(Tile(8, 0, 64, 1, 3), replace(LAST, split=2)),
-        Plan(Tile(8, 0, 64, 2, 3), replace(LAST, split=2)),
-        Plan(Tile(8, 0, 64, 1, 3), LAST),
-        Plan(Tile(8, 0, 64, 1, 3), replace(LAST, split=2, fetch=0)),
-        Plan(Tile(8, 0, 64, 1, 3), replace(LAST, split=2, fetch=8)),
-        Plan(Tile(8, 0, 64, 1, 3), replace(LAST, split=3)),
-        Plan(Tile(8, 0, 64, 1, 3), replace(LAST, split=2, stages=3)),
-        Plan(Tile(8, 0, 64, 1, 3), Tile(8, 0, 64, 2, 3, split=2)),
-        Plan(Tile(8, 0, 64, 1, 3, 128), replace(LAST, split=2)),
-        Plan(Tile(8, 0, 64, 1, 4), replace(LAST, split=2)),
-        Plan(Tile(8, 0, 64, 2, 4), replace(LAST, split=2)),
-        Plan(Tile(8, 0, 128, 2, 3), Tile(8, 0, 128, 2, 3, split=2)),
-        Plan(Tile(8, 0, 32, 1, 3), Tile(8, 0, 32, 1, 3)),
-        Plan(Tile(8, 0, 64, 1, 3), replace(LAST, split=2, fetch=12)),
-        Plan(Tile(8, 0, 64, 1, 2), replace(LAST, split=2)),
+        Plan(replace(PAIR, spread=True, signal=7), LAST),
+        Plan(replace(PAIR, spread=True), LAST),
+        Plan(PAIR, LAST),
+        Plan(Tile(8, 0, 64, 1, 3, spread=True), LAST),
+        Plan(replace(PAIR, spread=True), replace(LAST, spread=True)),
+        Plan(replace(PAIR, spread=True), replace(LAST, split=1)),
+        Plan(replace(PAIR, spread=True), Tile(8, 0, 64, 1, 4)),
+        Plan(Tile(8, 0, 64, 2, 3, spread=True), Tile(8, 0, 64, 1, 4)),
+        Plan(replace(PAIR, spread=True), replace(LAST, fetch=0)),
+        Plan(replace(PAIR, spread=True), replace(LAST, fetch=8)),
+        Plan(replace(PAIR, spread=True, signal=4), LAST),
+        Plan(replace(PAIR, spread=True, stages=4), replace(LAST, stages=4)),
     ),
-    "512 rows": (
-        Plan(Tile(8, 0, 64, 1, 3), Tile(8, 0, 64, 2, 3)),
-        Plan(Tile(8, 0, 64, 1, 3), Tile(8, 0, 64, 2, 3, fetch=0)),
-        both(Tile(8, 0, 64, 2, 3)), both(Tile(8, 0, 64, 1, 3)), both(Tile(8, 0, 128, 2, 3)),
-        both(Tile(8, 0, 128, 2, 3, fetch=0)), both(Tile(8, 0, 64, 1, 4)), both(Tile(8, 0, 64, 1, 3, 128)),
-        both(Tile(8, 0, 128, 2, 4)), both(Tile(8, 0, 256, 4, 3)), both(Tile(16, 0, 64, 2, 3)),
-    ),
+    "512 rows": (both(Tile(8, 0, 128, 2, 4)), both(Tile(8, 0, 128, 2, 3)), both(Tile(8, 0, 64, 1, 3, spread=True))),
     "16352 rows": (
-        both(TWO), both(BIG), both(BIG, in_place=True), Plan(BIG, replace(BIG, in_place=True)),
-        both(Tile(64, 16, 256, 16, 3, 128)), both(Tile(64, 16, 128, 8, 3, 128)), both(TWO, in_place=True),
-        both(Tile(128, 0, 256, 16, 3, 128)), both(Tile(64, 0, 128, 8, 3, 128)), both(BIG, stages=4),
-        both(TWO, stages=4), both(TWO, stages=2), both(Tile(64, 0, 256, 16, 3, 128)),
-        both(Tile(64, 32, 64, 4, 3, 128)), both(Tile(128, 32, 128, 8, 3)), both(Tile(128, 32, 256, 16, 3, 128)),
-        both(Tile(128, 0, 128, 8, 3, 128)),
+        both(MANY), both(Tile(64, 32, 128, 8, 3, 128)), both(Tile(128, 32, 128, 8, 3)), both(replace(MANY, stages=4)),
     ),
-    "64 pairs": (Plan(Tile(8, 0, 64, 1, 3), LAST), Plan(Tile(8, 0, 64, 1, 3), replace(LAST, split=2))),
-    "64 rows": (Plan(Tile(8, 0, 64, 1, 3), Tile(8, 0, 64, 2, 3)),),
+    "64 pairs": (Plan(replace(PAIR, spread=True), LAST),),
+    "64 rows": (both(Tile(8, 0, 128, 2, 4)), both(Tile(8, 0, 128, 2, 3))),
 }  # fmt: skip
 
 
 def short(plan: Plan) -> str:
-    """Both cuts: rows+more x block, warps, stages, [registers], [split], [fetch], [in place]."""
+    """Both cuts: rows+more x block, warps, stages, [registers], [split], [spread], [signal], [in place], fetch."""
     words = []
     for tile in (plan.first, plan.second):
         word = f"{tile.rows}+{tile.more}x{tile.block} w{tile.warps} s{tile.stages}"
         word += f" r{tile.registers}" if tile.registers else ""
         word += f" k{tile.split}" if tile.split > 1 else ""
+        word += " spread" * tile.spread + (f" after {tile.signal}/8" if tile.signal else "")
         words.append(word + (" here" if tile.in_place else ""))
     same = words[0] == words[1]
     return f"({words[0] if same else ' | '.join(words)}, fetch {plan.second.fetch})"

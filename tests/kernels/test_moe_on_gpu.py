@@ -72,15 +72,20 @@ def test_experts(tokens: int, active: int, is_permuted: bool, dtype: torch.dtype
     assert torch.equal(out, again)
 
 
-@pytest.mark.parametrize("plan", [tile_experts.PAIRS, *(plan for _, plan in tile_experts.GROUPS)])
+TURNED = replace(tile_experts.PAIRS.second, split=1, spread=True, signal=3)
+
+
+@pytest.mark.parametrize(
+    "plan", [tile_experts.PAIRS, *(plan for _, plan in tile_experts.GROUPS), tile_experts.Plan(TURNED, TURNED)]
+)
 def test_every_plan_of_permuted_experts_for_few_and_many_rows(plan: tile_experts.Plan) -> None:
     weights = resident_experts("cuda", num=6, width=608, inner=352)
     permuted, activation = permute_experts(weights), partial(situ_glu, beta=4.0, linear_beta=25.0)
-    for tokens in (1, 9, 300):
+    for tokens in (1, 9, 300, 2100):
         z, shares = torch.randn(tokens, 608, device="cuda").bfloat16(), torch.rand(tokens, 2, device="cuda")
         ids = torch.rand(tokens, 6, device="cuda").topk(2).indices
         expected = grouped(z.double(), ids, shares.double(), weights, activation=activation)
-        for is_pairs in {plan is tile_experts.PAIRS, False}:
+        for is_pairs in {plan.rows == 8, False}:
             out = tile_experts.run(z, ids, shares, permuted, (1, 4.0, 25.0), plan, is_pairs=is_pairs)
             assert gap(out, expected) < TOLERANCES["expert_product_grouped"]["bfloat16"]
 

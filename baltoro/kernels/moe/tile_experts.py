@@ -32,6 +32,9 @@ class Tile:
     registers   most a thread may have, 0 for no bound: fewer, so that more programs are resident
     split       pieces of the columns, each with programs of its own; of the second product of pairs only
     fetch       units of weights that the second product asks for before the first has ended
+    spread      programs begin with different columns
+    signal      eighths of its columns that each program of the first product has gone over before programs of the
+                second may start: what these ask for too early has left the second cache when they need it
     in_place    wgmma's inputs are loaded where they lie, four bytes at a time, not put in order by another launch
     """
 
@@ -44,6 +47,8 @@ class Tile:
     split: int = 1
     fetch: int = 4
     in_place: bool = False
+    spread: bool = False
+    signal: int = 0
 
     @property
     def wide(self) -> int:
@@ -80,16 +85,17 @@ class Inputs:
     is_rounded: bool
 
 
-# mma.sync, which wastes less on 8 rows than wgmma does, in programs of one warp. For 16 pairs of 6144 and 3584 rows the
-# first has 12 of them a multiprocessor; the second would have 7, so it is split in two along the columns.
-PAIRS = Plan(Tile(8, 0, 64, 1, 3), Tile(8, 0, 64, 1, 4, split=2))
-# By the mean number of rows an expert, up to: more rows a tile share one conversion of the weights. Timed on an H200
-# (2026-11-30), before inputs were loaded in place: 531 us for 512 rows, 3067 us for 16,352. A bound of 128 registers
-# keeps two programs of 8 warps, or one of 16, on a multiprocessor; nothing between 16 and 96 rows was timed.
+# mma.sync, which wastes less on 8 rows than wgmma does. For 16 pairs of 6144 and 3584 rows the first has 6 programs a
+# multiprocessor; the second would have 3 or 4, so it is split in two along the columns. Timed on an H200 (2026-11-30),
+# before inputs were loaded a unit at a time: 95.6 us, against 112 in blocks of 64 rows.
+PAIRS = Plan(Tile(8, 0, 128, 2, 3, spread=True, signal=7), Tile(8, 0, 128, 2, 3, split=2))
+# By the mean number of rows an expert, up to: more rows a tile share one conversion of the weights. Timed as above:
+# 533-545 us for 512 rows, 2958 us for 16,352. A bound of 128 registers keeps two programs of 8 warps, or one of 16, on
+# a multiprocessor; nothing between 16 and 96 rows was timed.
 GROUPS = (
-    (6.0, Plan(Tile(8, 0, 64, 1, 3), Tile(8, 0, 64, 2, 3))),
+    (6.0, Plan(Tile(8, 0, 128, 2, 4), Tile(8, 0, 128, 2, 4))),
     (12.0, Plan(Tile(16, 0, 128, 2, 3), Tile(16, 0, 128, 2, 3))),
-    (float("inf"), Plan(Tile(64, 32, 128, 8, 3, 128), Tile(64, 32, 128, 8, 3, 128))),
+    (float("inf"), Plan(Tile(64, 16, 128, 8, 3, 128), Tile(64, 16, 128, 8, 3, 128))),
 )
 # Products in IEEE fp32 use no matrix instruction; right, not fast.
 EXACT = Plan(Tile(16, 0, 64, 4, 1), Tile(16, 0, 64, 4, 1))
@@ -153,11 +159,11 @@ def grouped(ids: Tensor, num_experts: int, rows: int) -> tuple[Tensor, Tensor]:
     counts = torch.empty(num_experts, dtype=torch.int32, device=ids.device)
     order = torch.empty(num_pairs, dtype=torch.int64, device=ids.device)
     table = torch.empty(3, num_tiles, dtype=torch.int32, device=ids.device)
-    block = 1024 if num_pairs > 512 else 512
-    tile_moves.count[(num_experts,)](ids, counts, num_pairs, BLOCK=block, num_warps=4)
+    block, warps = (4096, 8) if num_pairs > 4096 else (1024 if num_pairs > 512 else 512, 4)
+    tile_moves.count[(num_experts,)](ids, counts, num_pairs, BLOCK=block, num_warps=warps)
     tile_moves.group[(num_experts + 1,)](
         ids, counts, order, table, num_pairs, num_experts, num_tiles, rows,
-        BLOCK=block, EXPERTS=next_power_of_2(num_experts), num_warps=4,
+        BLOCK=block, EXPERTS=next_power_of_2(num_experts), num_warps=warps,
     )  # fmt: skip
     return order, table
 
@@ -170,9 +176,10 @@ def arranged(x: Tensor, order: Tensor | None, wide: int, width: int, *, num_acti
 
     rows, units = len(x) if order is None else len(order), padded(width) // UNIT
     out = torch.empty(rows, units * UNIT, dtype=x.dtype, device=x.device)
-    tile_moves.arrange[(rows, cdiv(units, 8))](
+    piece = 8 if rows < 1024 else 32  # few rows: more programs; many: fewer, each with more bytes on the way
+    tile_moves.arrange[(rows, cdiv(units, piece))](
         x, x if order is None else order, out, num_active, width, units,
-        UNITS=8, WIDE=wide, IS_SORTED=order is not None, IS_ROUNDED=is_rounded, num_warps=4,
+        UNITS=piece, WIDE=wide, IS_SORTED=order is not None, IS_ROUNDED=is_rounded, num_warps=4,
     )  # fmt: skip
     return out
 
@@ -183,7 +190,8 @@ def _shape(tile: Tile) -> dict[str, Any]:
 
     bound = {"maxnreg": tile.registers} if tile.registers else {}
     return bound | {
-        "BLOCK": tile.block, "WIDE": tile.wide, "WARPS": tile.warps, "INTERPRET": knobs.runtime.interpret,
+        "BLOCK": tile.block, "WIDE": tile.wide, "WARPS": tile.warps, "SPREAD": tile.spread,
+        "INTERPRET": knobs.runtime.interpret,
         "num_warps": tile.warps, "num_stages": tile.stages,
     }  # fmt: skip
 
@@ -217,7 +225,7 @@ def first(
         len(experts.first_packed), ids.shape[1], x.shape[1], x.shape[1], units, inner // UNIT, num_counters,
         beta, linear_beta, KIND=kind, N1=tile.rows, N2=tile.more, COUNTERS=next_power_of_2(num_counters),
         IS_PAIRS=is_pairs, IS_ARRANGED=inputs.is_arranged, IS_WHOLE=x.shape[1] % UNIT == 0,
-        IS_ROUNDED=inputs.is_rounded, PDL=has_dependent_launch(x), **_shape(tile),
+        IS_ROUNDED=inputs.is_rounded, SIGNAL=tile.signal, PDL=has_dependent_launch(x), **_shape(tile),
     )  # fmt: skip
     return hidden, counters
 
@@ -231,7 +239,7 @@ def second_of_groups(hidden: Tensor, table: Tensor, order: Tensor, experts: Tile
     tile_kernels.second_of_groups[(rows // tile.block, table.shape[1])](
         hidden, table, order, experts.second_packed.view(torch.int32), _scales(experts.second_scale, tile), parts,
         len(experts.second_packed), hidden.shape[1] // UNIT, rows // 8, experts.width, N1=tile.rows, N2=tile.more,
-        IS_ARRANGED=tile.is_arranged, FETCH=_fetch(tile, hidden), PDL=is_dependent,
+        IS_ARRANGED=tile.is_arranged, FETCH=fetched(tile, hidden.shape[1] // UNIT), PDL=is_dependent,
         **_shape(tile), **_launch(is_dependent),
     )  # fmt: skip
     return parts
@@ -258,21 +266,21 @@ def second_of_pairs(
         hidden, ids, weights.contiguous(), experts.second_packed.view(torch.int32),
         _scales(experts.second_scale, tile), parts, counters, out,
         ids.shape[1], hidden.shape[1] // UNIT, rows // 8, experts.width,
-        N=tile.rows, SPLIT=tile.split, PARTS=next_power_of_2(ids.shape[1] * tile.split), FETCH=_fetch(tile, hidden),
-        PDL=is_dependent, **_shape(tile), **_launch(is_dependent),
+        N=tile.rows, SPLIT=tile.split, PARTS=next_power_of_2(ids.shape[1] * tile.split),
+        FETCH=fetched(tile, hidden.shape[1] // UNIT), PDL=is_dependent, **_shape(tile), **_launch(is_dependent),
     )  # fmt: skip
     return out
 
 
 def combine(parts: Tensor, weights: Tensor, z: Tensor) -> Tensor:
     """[T, M] in z.dtype: the weighted sums of parts [pairs, M]."""
-    from triton import cdiv
+    from triton import cdiv, next_power_of_2
 
     from baltoro.kernels.moe import tile_moves
 
-    out, width = torch.empty_like(z), parts.shape[1]
-    tile_moves.combine[(len(z), cdiv(width, 512))](
-        parts, weights.contiguous(), out, weights.shape[1], width, BLOCK=512, num_warps=2
+    out, width, active = torch.empty_like(z), parts.shape[1], weights.shape[1]
+    tile_moves.combine[(len(z), cdiv(width, 256))](
+        parts, weights.contiguous(), out, active, width, PARTS=next_power_of_2(active), BLOCK=256, num_warps=4
     )
     return out
 
@@ -282,9 +290,10 @@ def _scales(scale: Tensor, tile: Tile) -> Tensor:
     return scale if tile.wide == 8 else scale.view(torch.int32)
 
 
-def _fetch(tile: Tile, hidden: Tensor) -> int:
-    """Units that are asked for early, no more than a piece has."""
-    return min(tile.fetch, hidden.shape[1] // UNIT // tile.split)
+def fetched(tile: Tile, num_units: int) -> int:
+    """Units that are asked for early: a power of two, no more than the least piece of the columns has."""
+    units = min(tile.fetch, num_units // tile.split)
+    return 1 << units.bit_length() - 1 if units else 0
 
 
 def _launch(is_dependent: bool) -> dict[str, bool]:

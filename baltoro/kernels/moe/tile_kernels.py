@@ -13,88 +13,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from baltoro.kernels.moe.tile_moves import rounded_to_mxfp8
-
-
-@triton.jit
-def numbers(words, factor, INTERPRET: tl.constexpr):
-    """Woven words int32 [rows, 16], factors of that shape (bits of bf16, in both halves of an int32)
-    -> first and second halves of the blocks, each [rows, 64]: bf16; under the interpreter, which multiplies the bit
-    patterns of bf16, fp32. A word stays within an element, whatever order a layout gives the registers.
-    """
-    if INTERPRET:
-        bits = words.to(tl.uint32, bitcast=True)
-        late = ((bits << 1) & 0x80008000) | ((bits >> 3) & 0x01800180) | ((bits >> 7) & 0x00400040)
-        b01, b23, b45 = bits & 0x81C081C0, (bits << 3) & 0x81C081C0, (bits << 6) & 0x81C081C0
-        power = (factor << 16).to(tl.float32, bitcast=True)
-        b0, b1, b2, b3 = exact(b01 << 16), exact(b01), exact(b23 << 16), exact(b23)
-        b4, b5, b6, b7 = exact(b45 << 16), exact(b45), exact(late << 16), exact(late)
-        b0, b1, b2, b3, b4, b5, b6, b7 = (
-            b0 * power, b1 * power, b2 * power, b3 * power, b4 * power, b5 * power, b6 * power, b7 * power
-        )  # fmt: skip
-    else:
-        b0, b1, b2, b3, b4, b5, b6, b7 = tl.inline_asm_elementwise(
-            """
-            {
-            .reg .b32 p, t, u;
-            and.b32 p, $8, 0x81C081C0;
-            mul.bf16x2 p, p, $9;
-            mov.b32 {$0, $1}, p;
-            shl.b32 p, $8, 3;
-            and.b32 p, p, 0x81C081C0;
-            mul.bf16x2 p, p, $9;
-            mov.b32 {$2, $3}, p;
-            shl.b32 p, $8, 6;
-            and.b32 p, p, 0x81C081C0;
-            mul.bf16x2 p, p, $9;
-            mov.b32 {$4, $5}, p;
-            shl.b32 p, $8, 1;
-            and.b32 p, p, 0x80008000;
-            shr.u32 t, $8, 3;
-            and.b32 t, t, 0x01800180;
-            shr.u32 u, $8, 7;
-            and.b32 u, u, 0x00400040;
-            or.b32 p, p, t;
-            or.b32 p, p, u;
-            mul.bf16x2 p, p, $9;
-            mov.b32 {$6, $7}, p;
-            }
-            """,
-            "=&h,=&h,=&h,=&h,=&h,=&h,=&h,=&h,r,r", [words, factor], dtype=(tl.bfloat16,) * 8, is_pure=True, pack=1,
-        )  # fmt: skip
-    rows: tl.constexpr = words.shape[0]
-    first = tl.reshape(tl.join(tl.join(b0, b2), tl.join(b1, b3)), [rows, 64])
-    return first, tl.reshape(tl.join(tl.join(b4, b6), tl.join(b5, b7)), [rows, 64])
-
-
-@triton.jit
-def exact(bits):
-    """The number whose upper half of fp32 `bits` holds."""
-    return (bits & 0xFFFF0000).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def factors(scale, BLOCK: tl.constexpr, WIDE: tl.constexpr):
-    """Scale bytes of the four blocks of each row, [BLOCK, 4] or int32 [BLOCK] -> what `numbers` multiplies with.
-
-    2^126 of the bits' places, 2^(byte - 127) and 2^-32: bf16 holds it for bytes up to 160, beyond is infinity.
-    """
-    if WIDE == 8:
-        byte = scale.to(tl.int32)
-    else:
-        byte = scale[:, None] >> (8 * tl.arange(0, 4))[None, :] & 255
-    factor = tl.minimum(byte + 94, 255) << 7
-    factor = tl.broadcast_to((factor | factor << 16)[:, :, None], [BLOCK, 4, 4])
-    return tl.reshape(factor, [BLOCK, 16])
-
-
-@triton.jit
-def operand(values, BLOCK: tl.constexpr, WIDE: tl.constexpr, WARPS: tl.constexpr):
-    """[BLOCK, 64] in the order of `load_rows` and of memory -> rows of the matrix, columns in `columns`' order.
-
-    Nothing moves between threads: what changes is which row and column a register stands for.
-    """
-    values = tl.reshape(values, [BLOCK // (16 * WARPS), 2, WARPS, 8, 4, 8 // WIDE, 2, WIDE])
-    return tl.reshape(tl.permute(values, [0, 2, 1, 3, 5, 6, 4, 7]), [BLOCK, 64])
+from baltoro.kernels.moe.tile_numbers import factors, numbers, operand
 
 
 @triton.jit
@@ -132,25 +51,57 @@ def sources(place, end, order, num_active, IS_SORTED: tl.constexpr):
 
 
 @triton.jit
-def fetch(packed, row_tile, num_units, start, BLOCK: tl.constexpr, UNITS: tl.constexpr):
-    """Ask for the weights of a program's first UNITS units, as far as the second cache."""
+def begun(start, stop, block, tile, SPREAD: tl.constexpr):
+    """The unit that a program begins with. Programs that all begin with the same one ask the same few bytes of the
+    inputs, thus the same piece of the second cache, at the same time."""
+    begin = start
+    if SPREAD:
+        begin = start + (block + tile * 7) % tl.maximum(stop - start, 1)
+    return begin
+
+
+@triton.jit
+def turned(step, start, stop, begin):
+    """Units start .. stop - 1 in turn from `begin` on."""
+    unit = step + (begin - start)
+    return tl.where(unit < stop, unit, unit - (stop - start))
+
+
+@triton.jit
+def fetch(
+    packed, row_tile, num_units, start, stop, begin, BLOCK: tl.constexpr, UNITS: tl.constexpr, INTERPRET: tl.constexpr
+):  # fmt: skip
+    """Ask for the weights of a program's first UNITS units, a power of two, as far as the second cache."""
     line = tl.arange(0, BLOCK // 8 * UNITS * 4)
-    at = (row_tile + line // (UNITS * 4)) * num_units + start
-    address = (packed + at * 128 + line % (UNITS * 4) * 32).to(tl.int64)
+    unit = turned(start + line // 4 % UNITS, start, stop, begin)
+    at = (row_tile + line // (UNITS * 4)) * num_units + unit
+    address = (packed + at * 128 + line % 4 * 32).to(tl.int64)
+    if not INTERPRET:
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [address], dtype=tl.int32, is_pure=False, pack=1
+        )
+
+
+@triton.jit
+def signal(left):
+    """Let the dependent launch begin when `left` is 0; no branch, which would keep loads from running ahead."""
     tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [address], dtype=tl.int32, is_pure=False, pack=1
-    )
+        "{ .reg .pred p; setp.eq.s32 p, $1, 0; @p griddepcontrol.launch_dependents; mov.u32 $0, 0; }",
+        "=r,r", [left], dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
 
 
 @triton.jit
 def product(
-    x, stride, width, row, row_more, live, live_more, packed, scales, row_tile, num_units, start, stop,
+    x, stride, width, row, row_more, live, live_more, packed, scales, row_tile, num_units, start, stop, begin,
     N1: tl.constexpr, N2: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr, WARPS: tl.constexpr,
-    IS_ARRANGED: tl.constexpr, IS_WHOLE: tl.constexpr, INTERPRET: tl.constexpr,
+    IS_ARRANGED: tl.constexpr, IS_WHOLE: tl.constexpr, SPREAD: tl.constexpr, SIGNAL: tl.constexpr,
+    INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """Weights, BLOCK rows from `row_tile` on, times rows of x, `row` [N1] and `row_more` [N2] where these are live.
 
-    Units start .. stop - 1 of x's columns, of which there are `width` (IS_WHOLE: all are there).
+    Units start .. stop - 1 of x's columns, of which there are `width` (IS_WHOLE: all are there). SPREAD: from unit
+    `begin` on, those before it last.
     -> fp32 [BLOCK, N1], [BLOCK, N2], not yet times 2^32; N2 = 0: the second means nothing.
     """
     # an expert's rows as the loads' layout spreads them over warps: (16 WARPS rows) (tile of 8) (warp) (8)
@@ -160,40 +111,36 @@ def product(
     word_at = packed + (at * 128 + i % 8 * 16)[:, None] + tl.arange(0, 16)[None, :]
     sums1, sums2 = tl.zeros([BLOCK, N1], tl.float32), tl.zeros([BLOCK, N2 if N2 else N1], tl.float32)
     dtype: tl.constexpr = tl.float32 if INTERPRET else x.dtype.element_ty
-    if WIDE == 8:  # both halves of a unit one after the other: fewer registers
+    if WIDE == 8:
         scale_at = scales + (at * 32 + i % 8 * 4)[:, None] + tl.arange(0, 4)[None, :]
-        column, half = columns(64, WIDE, IS_ARRANGED)[:, None], 64 if IS_ARRANGED else 16
-    else:  # one after the other each would be waited for; words, since bytes are too few for an asynchronous copy
+    else:  # words, since bytes are too few for an asynchronous copy
         scale_at = scales + at * 8 + i % 8
-        column, half = columns(128, WIDE, IS_ARRANGED)[:, None], 0
+    # A whole unit at once: half of it in place is 32 bytes of every 64, and such copies of a row that all programs read
+    # took half as long again; with wgmma each half would be waited for.
+    column = columns(128, WIDE, IS_ARRANGED)[:, None]
     x1, x2 = x + row[None, :] * stride + column, x + row_more[None, :] * stride + column
-    mask1, mask2 = live[None, :], live_more[None, :]
-    late1, late2 = mask1, mask2
-    for unit in range(start, stop):
+    for step in range(start, stop):
+        if SIGNAL:
+            signal(step - (stop - start) * SIGNAL // 8)
+        unit = step
+        if SPREAD:
+            unit = turned(step, start, stop, begin)
         words, scale = tl.load(word_at + unit * 128), tl.load(scale_at + unit * (32 if WIDE == 8 else 8))
         low, high = numbers(words, factors(scale, BLOCK, WIDE), INTERPRET)
         low, high = operand(low, BLOCK, WIDE, WARPS), operand(high, BLOCK, WIDE, WARPS)
+        mask1, mask2 = live[None, :], live_more[None, :]
         if not IS_WHOLE:
-            is_there, is_late = column < width - unit * 128, column < width - unit * 128 - half
+            is_there = column < width - unit * 128
             mask1, mask2 = live[None, :] & is_there, live_more[None, :] & is_there
-            late1, late2 = live[None, :] & is_late, live_more[None, :] & is_late
-        if WIDE == 8:
-            sums1 = times(low, tl.load(x1 + unit * 128, mask=mask1, other=0.0), sums1, dtype)
+        both = tl.reshape(tl.permute(tl.join(low, high), [0, 2, 1]), [BLOCK, 128])
+        sums1 = times(both, tl.load(x1 + unit * 128, mask=mask1, other=0.0), sums1, dtype)
+        if N2:
+            sums2 = times(both, tl.load(x2 + unit * 128, mask=mask2, other=0.0), sums2, dtype)
+        if WIDE == 2 and not INTERPRET:
             if N2:
-                sums2 = times(low, tl.load(x2 + unit * 128, mask=mask2, other=0.0), sums2, dtype)
-            sums1 = times(high, tl.load(x1 + unit * 128 + half, mask=late1, other=0.0), sums1, dtype)
-            if N2:
-                sums2 = times(high, tl.load(x2 + unit * 128 + half, mask=late2, other=0.0), sums2, dtype)
-        else:
-            both = tl.reshape(tl.permute(tl.join(low, high), [0, 2, 1]), [BLOCK, 128])
-            sums1 = times(both, tl.load(x1 + unit * 128, mask=mask1, other=0.0), sums1, dtype)
-            if N2:
-                sums2 = times(both, tl.load(x2 + unit * 128, mask=mask2, other=0.0), sums2, dtype)
-            if not INTERPRET:
-                if N2:
-                    sums2 = settled(sums2)
-                else:
-                    sums1 = settled(sums1)
+                sums2 = settled(sums2)
+            else:
+                sums1 = settled(sums1)
     return sums1, sums2
 
 
@@ -239,11 +186,12 @@ def first_product(
     num_experts, num_active, width, stride, num_units, num_units_out, num_counters, beta, linear_beta,
     KIND: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr,
     WARPS: tl.constexpr, COUNTERS: tl.constexpr, IS_PAIRS: tl.constexpr, IS_ARRANGED: tl.constexpr,
-    IS_WHOLE: tl.constexpr, IS_ROUNDED: tl.constexpr, PDL: tl.constexpr, INTERPRET: tl.constexpr,
+    IS_WHOLE: tl.constexpr, IS_ROUNDED: tl.constexpr, SPREAD: tl.constexpr, SIGNAL: tl.constexpr, PDL: tl.constexpr,
+    INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """hidden [pairs, F'] = activation(w1 x, w3 x); grid (blocks of rows, pairs or tiles). x [tokens, M], or arranged
     [pairs, M']. Pairs: counters int32 [tokens, num_counters] become 0, for the second product."""
-    if PDL:
+    if PDL and SIGNAL == 0:
         gdc_launch_dependents()
     block, tile = tl.program_id(0), tl.program_id(1)
     if IS_PAIRS:
@@ -264,7 +212,8 @@ def first_product(
     sums1, sums2 = product(
         x, stride, width, sources(place, end, order, num_active, is_sorted),
         sources(more, end, order, num_active, is_sorted), place < end, more < end,
-        packed, scales, row_tile, num_units, 0, num_units, N1, N2, BLOCK, WIDE, WARPS, IS_ARRANGED, IS_WHOLE, INTERPRET,
+        packed, scales, row_tile, num_units, 0, num_units, begun(0, num_units, block, tile, SPREAD),
+        N1, N2, BLOCK, WIDE, WARPS, IS_ARRANGED, IS_WHOLE, SPREAD, SIGNAL if PDL else 0, INTERPRET,
     )  # fmt: skip
     end = row + (end - first)
     store_hidden(sums1, hidden, row, end, block, num_units_out, beta, linear_beta, N1, KIND, BLOCK, IS_ROUNDED)
@@ -286,7 +235,7 @@ def store_parts(sums, parts, order, first, end, block, width, N: tl.constexpr, B
 def second_of_groups(
     hidden, table, order, packed, scales, parts, num_experts, num_units, num_row_tiles, width,
     N1: tl.constexpr, N2: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr, WARPS: tl.constexpr,
-    IS_ARRANGED: tl.constexpr, FETCH: tl.constexpr, PDL: tl.constexpr, INTERPRET: tl.constexpr,
+    IS_ARRANGED: tl.constexpr, SPREAD: tl.constexpr, FETCH: tl.constexpr, PDL: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """parts [pairs, M] in the order of the pairs, not weighted yet; grid (blocks of rows, tiles)."""
     block, tile = tl.program_id(0), tl.program_id(1)
@@ -296,14 +245,16 @@ def second_of_groups(
     if expert >= num_experts:
         return
     row_tile = expert * num_row_tiles + block * (BLOCK // 8)
-    if PDL:  # the table, the order and the weights are older than the first product
-        if FETCH:
-            fetch(packed, row_tile, num_units, 0, BLOCK, FETCH)
+    begin = begun(0, num_units, block, tile, SPREAD)
+    if FETCH and (PDL or INTERPRET):  # the table, the order and the weights are older than the first product
+        fetch(packed, row_tile, num_units, 0, num_units, begin, BLOCK, FETCH, INTERPRET)
+    if PDL:
         gdc_wait()
     place, more = first + tl.arange(0, N1), first + N1 + tl.arange(0, N2 if N2 else N1)
     sums1, sums2 = product(
         hidden, num_units * 128, 0, place.to(tl.int64), more.to(tl.int64), place < end, more < end,
-        packed, scales, row_tile, num_units, 0, num_units, N1, N2, BLOCK, WIDE, WARPS, IS_ARRANGED, True, INTERPRET,
+        packed, scales, row_tile, num_units, 0, num_units, begin,
+        N1, N2, BLOCK, WIDE, WARPS, IS_ARRANGED, True, SPREAD, 0, INTERPRET,
     )  # fmt: skip
     store_parts(sums1, parts, order, first, end, block, width, N1, BLOCK)
     if N2:
@@ -314,7 +265,7 @@ def second_of_groups(
 def second_of_pairs(
     hidden, ids, weights, packed, scales, parts, counters, out, num_active, num_units, num_row_tiles, width,
     N: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr, WARPS: tl.constexpr, SPLIT: tl.constexpr,
-    PARTS: tl.constexpr, FETCH: tl.constexpr, PDL: tl.constexpr, INTERPRET: tl.constexpr,
+    PARTS: tl.constexpr, SPREAD: tl.constexpr, FETCH: tl.constexpr, PDL: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """out [T, M] = sum over a token's pairs of weight * w2 hidden, in fp32, rounded once; grid (blocks of rows, SPLIT
     pieces of the columns of each pair). Every program leaves its part, fp32 [pairs, SPLIT, M]; whoever comes last of a
@@ -323,15 +274,17 @@ def second_of_pairs(
     pair, split = piece // SPLIT, piece % SPLIT
     row_tile = tl.load(ids + pair).to(tl.int64) * num_row_tiles + block * (BLOCK // 8)
     start, stop = split * num_units // SPLIT, (split + 1) * num_units // SPLIT
-    if PDL:  # the picks and the weights are older than the first product
-        if FETCH:
-            fetch(packed, row_tile, num_units, start, BLOCK, FETCH)
+    begin = begun(start, stop, block, piece, SPREAD)
+    if FETCH and (PDL or INTERPRET):  # the picks and the weights are older than the first product
+        fetch(packed, row_tile, num_units, start, stop, begin, BLOCK, FETCH, INTERPRET)
+    if PDL:
         gdc_wait()
     n, column, token = tl.arange(0, N), block * BLOCK + tl.arange(0, BLOCK), pair // num_active
     place = pair + n
     sums, _ = product(
         hidden, num_units * 128, 0, place.to(tl.int64), place.to(tl.int64), n < 1, n < 1,
-        packed, scales, row_tile, num_units, start, stop, N, 0, BLOCK, WIDE, WARPS, False, True, INTERPRET,
+        packed, scales, row_tile, num_units, start, stop, begin,
+        N, 0, BLOCK, WIDE, WARPS, False, True, SPREAD, 0, INTERPRET,
     )  # fmt: skip
     at = parts + (piece.to(tl.int64) * width + column)[:, None] + n[None, :]
     tl.store(at, sums * 4294967296.0, mask=(n < 1)[None, :] & (column < width)[:, None])

@@ -33,17 +33,14 @@ def arrange(
     """
     row = tl.program_id(0).to(tl.int64)
     source = tl.load(order + row) // num_active if IS_SORTED else row
-    unit = tl.program_id(1) * UNITS + tl.arange(0, UNITS)[:, None, None, None]
-    run = tl.arange(0, 32 // WIDE)[None, :, None, None]  # half of the block, and which run of it
-    block, inside = tl.arange(0, 4)[None, None, :, None], tl.arange(0, WIDE)[None, None, None, :]
-    column = unit * 128 + block * 32 + run * WIDE + inside
+    # loaded and stored in runs of 16 bytes; the change of order is the program's own
+    column = tl.program_id(1) * (UNITS * 128) + tl.arange(0, UNITS * 128)
     value = tl.load(x + source * width + column, mask=column < width, other=0.0)
     if IS_ROUNDED:
-        value = value.to(tl.float32)
-        largest = tl.max(tl.max(tl.abs(value), 3, keep_dims=True), 1, keep_dims=True)
-        value = rounded_to_mxfp8(value, largest)
-    place = unit * 128 + run * (4 * WIDE) + block * WIDE + inside
-    tl.store(out + row * num_units * 128 + place, value, mask=unit < num_units)
+        value = tl.reshape(value.to(tl.float32), [UNITS * 4, 32])
+        value = rounded_to_mxfp8(value, tl.max(tl.abs(value), 1, keep_dims=True))
+    value = tl.permute(tl.reshape(value, [UNITS, 4, 32 // WIDE, WIDE]), [0, 2, 1, 3])
+    tl.store(out + row * num_units * 128 + column, tl.reshape(value, [UNITS * 128]), mask=column < num_units * 128)
 
 
 @triton.jit
@@ -85,13 +82,15 @@ def group(
 
 
 @triton.jit
-def combine(parts, weights, out, num_active, width, BLOCK: tl.constexpr):
-    """out [T, M] = sum over a token's pairs of weight * part, in fp32, in their order; grid (T, blocks of M)."""
+def combine(parts, weights, out, num_active, width, PARTS: tl.constexpr, BLOCK: tl.constexpr):
+    """out [T, M] = sum over a token's pairs of weight * part, in fp32, always in the same order; grid (T, blocks of M).
+
+    PARTS: the next power of two of num_active. All parts are asked for at once.
+    """
     token = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    total = tl.zeros([BLOCK], tl.float32)
-    for active in range(num_active):
-        pair = token * num_active + active
-        part = tl.load(parts + pair * width + column, mask=column < width, other=0.0).to(tl.float32)
-        total += part * tl.load(weights + pair).to(tl.float32)
+    column, i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, PARTS)
+    weight = tl.load(weights + token * num_active + i, mask=i < num_active, other=0.0).to(tl.float32)
+    is_part = (i < num_active)[:, None] & (column < width)[None, :]
+    part = tl.load(parts + (token * num_active + i)[:, None] * width + column[None, :], mask=is_part, other=0.0)
+    total = tl.sum(part.to(tl.float32) * weight[:, None], 0)
     tl.store(out + token * width + column, total, mask=column < width)

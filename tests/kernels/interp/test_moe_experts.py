@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -140,8 +141,13 @@ def test_pairs_are_grouped_as_in_torch(tokens: int, active: int, num: int, rows:
 
 @pytest.mark.parametrize(
     "cut",
-    [(16, 0, 64, 2, 1), (16, 8, 128, 8, 1, 128), (16, 8, 128, 8, 1, 0, 1, 4, True)],
-    ids=["warp", "group", "here"],
+    [
+        (16, 0, 64, 2, 1),
+        (16, 8, 128, 8, 1, 128),
+        (16, 8, 128, 8, 1, 0, 1, 4, True),
+        (16, 0, 64, 2, 1, 0, 1, 4, False, True),
+    ],
+    ids=["warp", "group", "here", "spread"],
 )
 def test_every_cut_is_the_same_product(cut: tuple[int, ...]) -> None:
     z, bytes_, ids = torch.randn(25, M), experts(3), torch.tensor([[0, 2]]).repeat(25, 1)
@@ -152,14 +158,25 @@ def test_every_cut_is_the_same_product(cut: tuple[int, ...]) -> None:
     assert gap(out, expected) < 1e-6
 
 
-@pytest.mark.parametrize(("split", "active", "width"), [(1, 3, 96), (3, 1, 352)])
-def test_pieces_of_a_pair_are_added_up_by_the_last(split: int, active: int, width: int) -> None:
+@pytest.mark.parametrize(
+    ("split", "active", "width", "is_spread"), [(1, 3, 96, False), (3, 1, 352, False), (1, 2, 352, True)]
+)
+def test_pieces_of_a_pair_are_added_up_by_the_last(split: int, active: int, width: int, is_spread: bool) -> None:
     z, bytes_ = torch.randn(2, width), experts(4, width=width, hidden=352)
     ids, weights = torch.rand(2, 4).topk(active).indices, torch.rand(2, active)
-    plan = tile_experts.Plan(tile_experts.Tile(8, 0, 128, 2, 1), tile_experts.Tile(8, 0, 128, 2, 1, split=split))
+    tile = tile_experts.Tile(8, 0, 128, 2, 1, fetch=12, spread=is_spread)
+    plan = tile_experts.Plan(tile, replace(tile, split=split))
     expected = gathered(z.double(), ids, weights.double(), bytes_, activation=ACTIVATIONS["situ"])
     out = tile_experts.run(z, ids, weights, permute_experts(bytes_), (1, 4.0, 25.0), plan, is_pairs=True)
     assert gap(out, expected) < 1e-6
+
+
+def test_what_is_asked_for_early_is_a_power_of_two_and_no_more_than_a_piece_has() -> None:
+    for units in range(1, 40):
+        for fetch, split in ((0, 1), (1, 2), (3, 1), (4, 1), (4, 3), (12, 2), (64, 1)):
+            found = tile_experts.fetched(tile_experts.Tile(8, 0, 64, 1, 1, split=split, fetch=fetch), units)
+            least = min((i + 1) * units // split - i * units // split for i in range(split))
+            assert found.bit_count() <= 1 and found <= min(fetch, least) < 2 * max(found, 1)
 
 
 @pytest.mark.parametrize("form", list(FORMS))
