@@ -36,6 +36,14 @@ def fetch(start, row, length, C: tl.constexpr, SIZE: tl.constexpr, KIND: tl.cons
 
 
 @triton.jit
+def rounded(factor, KIND: tl.constexpr):
+    """As `product` would round it."""
+    if KIND == "bf16":
+        factor = factor.to(tl.bfloat16)
+    return factor
+
+
+@triton.jit
 def pairs(found, C: tl.constexpr, HAS_SELF: tl.constexpr):
     """[C, C] of products with all columns [C, 2 C]: pairs of a row and an earlier column, or itself."""
     i, c, half = tl.arange(0, C)[:, None], tl.arange(0, 2 * C)[None, :], C // 2
@@ -93,16 +101,13 @@ def bounded_kernel(
         columns = load_rows(k_ptr + (token * k_row + key), token < length)
         tl.store(gamma_ptr + place * K + key, tl.exp2(tl.sum(g, axis=0)[None, :]))
         columns *= decays(table_ptr, 3, g, 2 * C, C, SUMS)
-        if KIND == "bf16":
-            columns = columns.to(tl.bfloat16)
-        columns = tl.trans(columns)
+        columns = tl.trans(rounded(columns, KIND))
         # columns go to shared memory before rows are read, which would fill the registers meanwhile
         tl.debug_barrier()
         decay = decays(table_ptr, 2, g, C, C, SUMS)
         keys += product(load_rows(k_ptr + (i * k_row + key), is_live) * decay, columns, KIND)
         queries += product(load_rows(q_ptr + (i * q_row + key), is_live) * decay, columns, KIND)
-    a_qk = pairs(queries, C, True) * scale
-    tl.store(a_ptr + square + (i * C + column), a_qk.to(a_ptr.dtype.element_ty))
+    tl.store(a_ptr + square + (i * C + column), (pairs(queries, C, True) * scale).to(a_ptr.dtype.element_ty))
     beta = load_rows(beta_ptr + i * beta_row, is_live)
     # times beta of its columns, so that values go into their product as they are
     solved = invert_unit_lower(pairs(keys, C, False) * beta, C, INVERSE_KIND)
