@@ -20,7 +20,16 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from baltoro.kernels.kda import launch, tiles, triton_chunk, triton_decode, triton_fold, triton_prepare, triton_verify
+from baltoro.kernels.kda import (
+    launch,
+    tiles,
+    triton_bounded,
+    triton_chunk,
+    triton_decode,
+    triton_fold,
+    triton_prepare,
+    triton_verify,
+)
 
 HOPPER = GPUTarget("cuda", 90, 32)
 BF16, INT = "*bf16", "*i32"
@@ -48,8 +57,8 @@ def cases() -> Iterator[Case]:
             yield "decode", *_head(triton_decode.decode_kernel, tiles.decode(128, programs), is_bounded)
             yield "verify", *_head(triton_verify.verify_kernel, tiles.verify(128, programs), is_bounded)
     yield "fold", *_head(triton_fold.fold_kernel, tiles.fold(128), True)
-    whole = [launch.choose(torch.bfloat16, keys=128, values=128, programs=n, num_units=132) for n in (96, 32)]
-    yield from prefill_cases([(part, whole[0]) for part in ("prepare", "fragment")] + [("scan", one) for one in whole])
+    config = launch.choose(torch.bfloat16, keys=128, values=128)
+    yield from prefill_cases([(part, config) for part in ("bounded", "prepare", "fragment", "scan")])
     merge = {"K": 128, "V": 128, "BV": launch.MERGE_ROWS, "KIND": "tf32x3"}
     yield "merge", triton_chunk.merge_kernel, merge, CHUNK_TYPES, {"num_warps": 8}
 
@@ -69,11 +78,14 @@ def prefill_case(part: str, config: launch.Config, dtype: torch.dtype, *, keys: 
         "V": values,
         "C": 64,
         "IS_DIRECT": config.is_direct,
-        "KIND": getattr(kinds, "pairs" if part == "prepare" else part),
+        "KIND": kinds.pairs if part in ("prepare", "bounded") else getattr(kinds, part),
     }
-    if part == "prepare":
-        constants |= {"BLOCK": one.block, "FIRST": first, "INVERSE_KIND": kinds.inverse, "SUMS": kinds.sums}
-        kernel = triton_prepare.prepare_kernel
+    if part in ("prepare", "bounded"):
+        constants |= {"BLOCK": one.block, "INVERSE_KIND": kinds.inverse, "SUMS": kinds.sums}
+        kernel = triton_bounded.bounded_kernel
+        if part == "prepare":
+            constants["FIRST"] = first
+            kernel = triton_prepare.prepare_kernel
     else:
         constants["BV"] = one.block
         kernel = triton_chunk.scan_kernel if part == "scan" else triton_chunk.fragment_kernel
@@ -90,9 +102,9 @@ def every_size() -> Iterator[Case]:
     for dtype in (torch.bfloat16, torch.float32):
         for keys in (16, 32, 64, 128):
             for values in (16, 32, 64, 128):
-                for n in (96, 32):
-                    config = launch.choose(dtype, keys=keys, values=values, programs=n, num_units=132)
-                    for part in ("prepare", "scan", "fragment") if n == 96 else ("scan",):
+                config = launch.choose(dtype, keys=keys, values=values)
+                for part in ("prepare", "bounded", "scan", "fragment"):
+                    if getattr(config, part) is not None:
                         yield prefill_case(part, config, dtype, keys=keys, values=values, first=16)
 
 

@@ -29,19 +29,14 @@ from baltoro.kernels.kda.launch import Config, Launch
 from baltoro.kernels.kda.reference import l2_norm
 from scripts.gpu.prefill_checks import BEGUN, BF16, F32, Case, attempt, default, fit, gap, inputs, say
 
-# most promising first: channels, warps, stages, registers
-PREPARES = [
-    Launch(64, 4, 1), Launch(128, 4, 1), Launch(128, 8, 1), Launch(64, 8, 1), Launch(64, 8, 1, 128),
-    Launch(32, 8, 1), Launch(64, 4, 1, 168), Launch(32, 4, 1), Launch(128, 8, 1, 128),
+# most promising first: channels, warps, stages, registers. `bounded` and `prepare` are two kernels for one purpose.
+BOUNDED = [
+    Launch(128, 4, 1), Launch(128, 8, 1), Launch(64, 4, 1), Launch(128, 8, 1, 128), Launch(128, 4, 1, 168),
 ]  # fmt: skip
-SCANS = [
-    Launch(128, 8, 2), Launch(64, 4, 1), Launch(64, 4, 3), Launch(64, 4, 2), Launch(32, 4, 3), Launch(64, 8, 2),
-    Launch(128, 8, 1), Launch(32, 4, 1), Launch(32, 4, 2),
-]  # fmt: skip
-FRAGMENTS = [
-    Launch(128, 8, 3), Launch(64, 4, 2), Launch(64, 4, 1), Launch(64, 4, 3), Launch(128, 8, 2), Launch(128, 4, 2),
-    Launch(32, 4, 2),
-]  # fmt: skip
+PREPARES = [Launch(64, 4, 1)]
+SCANS = [Launch(64, 4, 3), Launch(128, 8, 2), Launch(32, 4, 1)]
+FRAGMENTS = [Launch(128, 4, 2), Launch(128, 8, 3), Launch(128, 4, 3), Launch(128, 4, 1)]
+FIRSTS = {"bounded": BOUNDED[0], "scan": SCANS[0], "fragment": FRAGMENTS[0], "prepare": PREPARES[0]}
 # (kernel, form, shape) -> microseconds, how launched
 Times = dict[tuple[str, bool, int], list[tuple[float, Launch]]]
 FOLDER = Path(tempfile.gettempdir())
@@ -53,22 +48,21 @@ SHAPES = [(8192, 1, 96, (1,)), (65536, 1, 12, (11, 10, 8, 16, 22)), (8192, 1, 12
 SHORT = replace(default(BF16), scan=Launch(128, 8, 2), fragment=Launch(128, 8, 3), is_direct=True)
 # in the direct form
 DIRECT = (
-    ("prepare", Launch(64, 4, 1)), ("scan", Launch(128, 8, 2)), ("fragment", Launch(128, 8, 3)),
-    ("prepare", Launch(128, 4, 1)), ("fragment", Launch(64, 4, 2)), ("scan", Launch(64, 4, 2)),
-    ("prepare", Launch(64, 8, 1)), ("fragment", Launch(128, 8, 2)), ("prepare", Launch(128, 8, 1)),
-    ("scan", Launch(128, 8, 1)), ("scan", Launch(64, 8, 2)),
+    ("bounded", Launch(128, 4, 1)), ("scan", Launch(128, 8, 2)), ("fragment", Launch(128, 4, 2)),
+    ("bounded", Launch(128, 8, 1)), ("scan", Launch(64, 4, 2)), ("fragment", Launch(64, 4, 2)),
 )  # fmt: skip
 
 
 def variants() -> Iterator[tuple[str, Config]]:
     """Defaults with one part changed, promising ones of all parts first."""
     direct = iter(DIRECT)
-    for n in range(max(len(PREPARES), len(SCANS), len(FRAGMENTS))):
-        for part, found in (("prepare", PREPARES), ("scan", SCANS), ("fragment", FRAGMENTS)):
+    for n in range(len(BOUNDED)):
+        for part, found in (("bounded", BOUNDED), ("scan", SCANS), ("fragment", FRAGMENTS), ("prepare", PREPARES)):
             if n < len(found):
-                yield part, replace(default(BF16), **{part: found[n]})
-        for part, one in islice(direct, 3):
-            yield part, replace(SHORT, **{part: one})
+                one = replace(default(BF16), **{part: found[n]})
+                yield part, replace(one, bounded=None) if part == "prepare" else one
+        for part, launch in islice(direct, 3):
+            yield part, replace(SHORT, **{part: launch})
 
 
 def bench_call(shape: tuple[int, int, int, tuple[int, ...]], config: Config, pieces: int) -> tuple[Any, ...]:
@@ -95,7 +89,7 @@ def blank(call: prefill.Call, heads: int) -> prefill.Made:
 
 def launch_part(part: str, call: prefill.Call, tensors: tuple[Tensor, ...], heads: int) -> Callable[[], object]:
     """One kernel alone, on zeros where others would have to run before it."""
-    if part == "prepare":
+    if part in ("prepare", "bounded"):
         return partial(call.prepare, tensors, 0, heads, 0.1)
     made = blank(call, heads)
     if part == "fragment":
@@ -121,7 +115,7 @@ def warm(part: str, config: Config) -> str:
             continue
         call, tensors = bench_call((2048, 1, 12, ()), config, pieces)
         launch_part(part, call, tensors, 12)()
-        if part == "prepare":
+        if part in ("prepare", "bounded"):
             break
     torch.cuda.synchronize()
     for shape in SHAPES[:2]:  # an illegal access ends the context: better this one's
@@ -221,16 +215,16 @@ def sweep(jobs: list[tuple[str, Config, AsyncResult[str]]], until: float) -> Non
 
 def floor(part: str, shape: tuple[int, int, int, tuple[int, ...]]) -> float:
     """us: q k v bf16 and g fp32 in, workspace out; workspace in, outputs out; w u k R in."""
-    each = {"prepare": 1284 + 1160, "scan": 1160 + 256, "fragment": 776}[part]
+    each = {"prepare": 1284 + 1160, "bounded": 1284 + 1160, "scan": 1160 + 256, "fragment": 776}[part]
     return 1e6 * shape[0] * shape[2] * each / 4.24e12
 
 
 def cut_gap() -> None:
     """What cutting a long span changes: with fragments of bf16 and of TF32 products, against the uncut one."""
     shape, found = SHAPES[1], {}
-    tokens, num, heads, (pieces, *_) = shape
+    tokens, _, heads, (pieces, *_) = shape
     for name, count, kind in (("uncut", 1, ""), ("bf16", pieces, "bf16"), ("tf32", pieces, "tf32")):
-        call, tensors = bench_call(shape, default(BF16, num * heads), count)
+        call, tensors = bench_call(shape, default(BF16), count)
         if kind == "tf32":
             call = replace(call, kinds=replace(call.kinds, fragment=kind))
             call = replace(call, config=replace(call.config, fragment=Launch(64, 4, 2)))
@@ -243,11 +237,10 @@ def cut_gap() -> None:
 
 def whole(times: Times, is_direct: bool, graph_us: Callable[..., float], until: float) -> None:
     """All launches with the best of each kernel over the segments to try; without times the first of each."""
-    firsts = {"prepare": PREPARES[0], "scan": SCANS[0], "fragment": FRAGMENTS[0]}
     for shape in SHAPES if times else SHAPES[:2]:
         like = 0 if shape[2] == 96 else 1
         best = {part: min(times.get((part, is_direct, like), [(0.0, one)]), key=lambda pair: pair[0])[1]
-                for part, one in firsts.items()}  # fmt: skip
+                for part, one in FIRSTS.items()}  # fmt: skip
         config = Config(**best, is_direct=is_direct)
         for pieces in shape[3] if times else shape[3][:1]:
             if time.monotonic() - BEGUN > until:

@@ -111,16 +111,9 @@ class Case:
 
 def fit(config: Config, v: Tensor, q: Tensor) -> Config:
     """To the sizes of a case."""
-    values, keys = v.shape[-1], q.shape[-1]
-    small = min(values, keys)
-    return Config(
-        launch._fit(config.prepare, small),
-        launch._fit(config.scan, values),
-        launch._fit(config.fragment, small),
-        config.is_direct,
-    )
+    return config.fit(keys=q.shape[-1], values=v.shape[-1])
 
 
-def default(dtype: torch.dtype, heads: int = 2) -> Config:
+def default(dtype: torch.dtype) -> Config:
     """As `prefill` chooses."""
-    return launch.choose(dtype, keys=128, values=128, programs=heads, num_units=132)
+    return launch.choose(dtype, keys=128, values=128)

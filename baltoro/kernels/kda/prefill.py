@@ -21,7 +21,17 @@ from baltoro.kernels.device import machine
 from baltoro.kernels.kda import chunk as plain
 from baltoro.kernels.kda import fla
 from baltoro.kernels.kda.grid import CHUNK
-from baltoro.kernels.kda.launch import BOUNDED_GROUP, MERGE_ROWS, Config, Products, choose, products, sum_matrices
+from baltoro.kernels.kda.launch import (
+    BOUNDED_GROUP,
+    MERGE_ROWS,
+    Config,
+    Launch,
+    Products,
+    bounded_matrices,
+    choose,
+    products,
+    sum_matrices,
+)
 from baltoro.kernels.kda.plan import ChunkPlan, choose_segment_chunks, chunk_counts, plan_chunks
 from baltoro.kernels.kda.reference import check_shapes
 from baltoro.kernels.spans import Borders, Spans
@@ -84,10 +94,11 @@ def run(
     """The launches. `segment_chunks`: cut spans so; None leaves it to the planner. State [N, H, V, K], not written."""
     heads, (values, keys) = v.shape[1], state.shape[-2:]
     group = _group(layout, chunk, heads, (3 * keys + values + chunk) * v.element_size() + 4 * keys // chunk)
-    programs, units = len(layout[0]) * group, machine(v.device.type, v.device.index or 0).num_units
-    config = choose(v.dtype, keys=keys, values=values, programs=programs, num_units=units)
+    config = choose(v.dtype, keys=keys, values=values)
     if segment_chunks is None:
-        segment_chunks = _segments(layout, chunk, group * (values // config.scan.block), units)
+        units = machine(v.device.type, v.device.index or 0).num_units
+        # measured best with the halves of a state after each other: a processor has one at a time
+        segment_chunks = _segments(layout, chunk, group, units)
     call = plan_call(v, state, layout, config, chunk=chunk, is_bounded=is_bounded, segment_chunks=segment_chunks)
     inputs = (*(_rows(t) for t in (q, k, v, g)), beta)
     for first in range(0, heads, group):
@@ -116,13 +127,18 @@ def plan_call(
     after = state.new_empty(len(plan.spans) + plan.num_borders, *state.shape[1:])
     shape = {"K": state.shape[-1], "V": state.shape[-2], "C": chunk}
     smallest = BOUNDED_GROUP if is_bounded else 1
-    matrices = sum_matrices(chunk, smallest, kinds.sums, v.device)
-    return Call(plan, tables, matrices, out, after, state, shape, smallest, config, kinds)
+    bounded = config.prepares_bounded(chunk=chunk, is_bounded=is_bounded)
+    if bounded is None:
+        matrices = sum_matrices(chunk, smallest, kinds.sums, v.device)
+    else:
+        matrices = bounded_matrices(chunk, kinds.sums, v.device)
+    return Call(plan, tables, matrices, out, after, state, shape, smallest, config, kinds, bounded)
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """What is the same for all groups of heads. smallest: tokens whose pairs have one reference."""
+    """What is the same for all groups of heads. smallest: tokens whose pairs have one reference; bounded: how
+    `triton_bounded` prepares, None: `triton_prepare` does."""
 
     plan: ChunkPlan
     tables: dict[str, Tensor]
@@ -134,6 +150,7 @@ class Call:
     smallest: int
     config: Config
     kinds: Products
+    bounded: Launch | None
 
     def run(self, inputs: tuple[Tensor, ...], first: int, heads: int, scale: float) -> None:
         """Heads first .. first + heads - 1 into `out` and `after`."""
@@ -143,6 +160,7 @@ class Call:
 
     def prepare(self, inputs: tuple[Tensor, ...], first: int, heads: int, scale: float) -> Made:
         """All chunks on their own; inputs q, k, v, g, beta of all heads."""
+        from baltoro.kernels.kda.triton_bounded import bounded_kernel
         from baltoro.kernels.kda.triton_prepare import prepare_kernel
 
         num, shape, kinds, v = len(self.plan.chunks), self.shape, self.kinds, inputs[2]
@@ -150,13 +168,18 @@ class Call:
         width = "C" if self.config.is_direct else "V"
         u, a = (v.new_empty(num, heads, shape["C"], shape[size]) for size in (width, "C"))
         gamma = self.state.new_empty(num, heads, shape["K"])
-        if num:
-            prepare_kernel[(num, heads)](
-                *inputs, self.matrices, self.tables["chunks"], w, u, k_out, q_in, a, gamma,
-                *(t.stride(0) for t in inputs), first, scale, **shape, BLOCK=self.config.prepare.block,
-                FIRST=self.smallest, KIND=kinds.pairs, INVERSE_KIND=kinds.inverse, SUMS=kinds.sums,
-                IS_DIRECT=self.config.is_direct, **self.config.prepare.options(),
-            )  # fmt: skip
+        arguments = (
+            *inputs, self.matrices, self.tables["chunks"], w, u, k_out, q_in, a, gamma,
+            *(t.stride(0) for t in inputs), first, scale,
+        )  # fmt: skip
+        options = shape | {"KIND": kinds.pairs, "INVERSE_KIND": kinds.inverse, "SUMS": kinds.sums}
+        options["IS_DIRECT"] = self.config.is_direct
+        if num and self.bounded is not None:
+            options |= {"BLOCK": self.bounded.block} | self.bounded.options()
+            bounded_kernel[(num, heads)](*arguments, **options)
+        elif num:
+            options |= {"BLOCK": self.config.prepare.block, "FIRST": self.smallest} | self.config.prepare.options()
+            prepare_kernel[(num, heads)](*arguments, **options)
         return w, u, k_out, q_in, a, gamma
 
     def enter(self, made: Made, v: Tensor, first: int, heads: int) -> Tensor:

@@ -63,6 +63,34 @@ def move(
 
 
 @triton.jit
+def load_past(history, history_row, live, TAPS: tl.constexpr):
+    """The inputs before the newest, a tuple."""
+    past = ()
+    for j in tl.static_range(TAPS - 1):
+        past += (tl.load(history + j * history_row, mask=live, other=0.0),)
+    return past
+
+
+@triton.jit
+def store_past(history, history_row, past, newest, live, TAPS: tl.constexpr):
+    """One step on: without the oldest, with the newest."""
+    for j in tl.static_range(TAPS - 2):
+        tl.store(history + j * history_row, past[j + 1], mask=live)
+    if TAPS > 1:
+        tl.store(history + (TAPS - 2) * history_row, newest.to(history.dtype.element_ty), mask=live)
+
+
+@triton.jit
+def convolve_newest(newest, past, every, TAPS: tl.constexpr):
+    """SiLU of the convolution at the newest input, rounded to its dtype, in FP32."""
+    taps = split_taps(every, TAPS)
+    total = newest.to(tl.float32) * taps[TAPS - 1]
+    for j in tl.static_range(TAPS - 1):
+        total += past[j].to(tl.float32) * taps[j]
+    return (total * sigmoid(total)).to(newest.dtype).to(tl.float32)
+
+
+@triton.jit
 def decode_kernel(
     x_ptr, raw_ptr, b_ptr, gate_ptr, conv_ptr, a_log_ptr, bias_ptr, norm_ptr, history_ptr, state_ptr, slots_ptr,
     out_ptr, k_ptr, v_ptr, decay_ptr, beta_ptr,
@@ -101,27 +129,18 @@ def decode_kernel(
     if AHEAD == 0:  # the compiler asks for the state only after the convolution, whatever the order here
         fetch(state_ptr + slot * state_slot + h * (V * K), V * K * 4)
     history = history_ptr + slot * history_slot + channel
-    past = ()
-    for j in tl.static_range(TAPS - 1):
-        past += (tl.load(history + j * history_row, mask=live, other=0.0),)
+    past = load_past(history, history_row, live, TAPS)
     rows = state_ptr + slot * state_slot + h * (V * K) + tl.arange(0, ROWS) * K
     tile = load_state(rows, tl.arange(0, ROWS) < V, K, PART, NP)
     if AHEAD > 0:  # noqa: SIM102 - known at compile time, the next is not
         if later_slot != 0:
             fetch(state_ptr + later_slot * state_slot + (later % H) * (V * K), V * K * 4)
-    taps = split_taps(every, TAPS)
-    total = newest.to(tl.float32) * taps[TAPS - 1]
-    for j in tl.static_range(TAPS - 1):
-        total += past[j].to(tl.float32) * taps[j]
-    token = (total * sigmoid(total)).to(newest.dtype).to(tl.float32)
+    token = convolve_newest(newest, past, every, TAPS)
     token = tl.where(kind == 3, tl.exp(log_decay(raw, bias, a_log, bound, IS_BOUNDED)), token)
     length = 1.0 / tl.sqrt(tl.sum(token * token, axis=0) + 1e-6)[None, :]
     token *= tl.where(kind == 0, length * scale, tl.where(kind == 1, length, 1.0))
     tl.debug_barrier()  # no thread may still have to read what another writes
-    for j in tl.static_range(TAPS - 2):
-        tl.store(history + j * history_row, past[j + 1], mask=live)
-    if TAPS > 1:
-        tl.store(history + (TAPS - 2) * history_row, newest.to(history_ptr.dtype.element_ty), mask=live)
+    store_past(history, history_row, past, newest, live, TAPS)
     if RECORDS:
         record(token, k_ptr, v_ptr, decay_ptr, n * H + h, K, V)
         tl.store(beta_ptr + n * H + h, beta)

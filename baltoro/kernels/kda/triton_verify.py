@@ -136,6 +136,37 @@ def write(
 
 
 @triton.jit
+def fetch_ahead(gate, gate_row, state, window: tl.constexpr, K: tl.constexpr, V: tl.constexpr, AHEAD: tl.constexpr):
+    """See `verify_kernel`."""
+    if AHEAD > 0:
+        fetch_lines(gate, gate_row, window, V)
+    if AHEAD > 1:
+        fetch(state, V * K * 4)
+
+
+@triton.jit
+def write_zeros(out, mask, BG: tl.constexpr, BC: tl.constexpr):
+    """What a request without a slot gets."""
+    tl.store(out, tl.zeros([BG, BC], tl.float32).to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def load_values(v_ptr, token, has_token, value, h, H: tl.constexpr, V: tl.constexpr):
+    """FP32 of recorded values [2 BG, ROWS]."""
+    places = v_ptr + (token[:, None] * H + h) * V + value[None, :]
+    return tl.load(places, mask=has_token[:, None] & (value < V)[None, :], other=0.0).to(tl.float32)
+
+
+@triton.jit
+def outputs(left, tile, v, beta, solved, is_query, BG: tl.constexpr, PRECISION: tl.constexpr):
+    """[BG, ROWS] of keys over queries left [2 BG, BC], a state's rows tile [BC, ROWS] and values v [2 BG, ROWS]."""
+    read = tl.dot(left, tile, input_precision=PRECISION)
+    rest = tl.where(is_query[:, None], 0.0, beta[:, None] * (v - read))
+    both = tl.reshape(tl.dot(solved, rest, read, input_precision=PRECISION), (2, BG, tile.shape[1]))
+    return tl.sum(tl.where(tl.arange(0, 2)[:, None, None] == 1, both, 0.0), axis=0)
+
+
+@triton.jit
 def verify_kernel(
     x_ptr, raw_ptr, b_ptr, gate_ptr, conv_ptr, a_log_ptr, bias_ptr, norm_ptr, history_ptr, state_ptr, slots_ptr,
     out_ptr, kept_x_ptr, k_ptr, v_ptr, decay_ptr, beta_ptr,
@@ -151,7 +182,7 @@ def verify_kernel(
     need no slot."""
     CHUNKS: tl.constexpr = BC // ROWS
     h, n = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    row, place, some = tl.arange(0, 2 * BG), tl.arange(0, BC), tl.arange(0, ROWS)
+    row, place = tl.arange(0, 2 * BG), tl.arange(0, BC)
     is_query, time = row >= BG, tl.arange(0, BG)[:, None]
     first = n * window
     token = first + row % BG
@@ -170,19 +201,14 @@ def verify_kernel(
     key_taps = load_taps(conv_ptr, tl.trans(keys), tl.trans(has_key), TAPS, triton.next_power_of_2(TAPS))
     value_taps = load_taps(conv_ptr, tl.trans(values), tl.trans(has_value), TAPS, triton.next_power_of_2(TAPS))
     if slot == 0:
-        places = ((first + time) * H + h) * V + place[None, :]
-        mask = (time < window) & has_value
-        tl.store(out_ptr + places, tl.zeros([BG, BC], tl.float32).to(out_ptr.dtype.element_ty), mask=mask)
+        write_zeros(out_ptr + ((first + time) * H + h) * V + place[None, :], (time < window) & has_value, BG, BC)
         return
 
     history = history_ptr + slot * history_slot
     old_keys = load_window(history, history, keys, has_key, history_row, True, window, BG, TAPS)
     old_values = load_window(history, history, values, has_value, history_row, True, window, BG, TAPS)
     state, gate = state_ptr + slot * state_slot + h * (V * K), gate_ptr + first * gate_row + h * V
-    if AHEAD > 0:
-        fetch_lines(gate, gate_row, window, V)
-    if AHEAD > 1:
-        fetch(state, V * K * 4)
+    fetch_ahead(gate, gate_row, state, window, K, V, AHEAD)
     rows, v = convolve(new_keys, old_keys, key_taps, TAPS), convolve(new_values, old_values, value_taps, TAPS)
     length = 1.0 / tl.sqrt(tl.sum(rows * rows, axis=2) + 1e-6)
     rows *= (length * tl.where(half == 0, 1.0, scale))[:, :, None]
@@ -197,17 +223,12 @@ def verify_kernel(
     solved = corrections(decayed_pairs(rows, total, window, IS_MILD, PRECISION), beta, BG, PRECISION)
     left = tl.reshape(rows * tl.exp(total)[None], (2 * BG, BC))
     tl.debug_barrier()  # v comes back from where it was recorded: a cheap way into the product's layout
-    squares, o, half = tl.zeros([BG, ROWS], tl.float32), (), tl.arange(0, 2)[:, None, None]
+    squares, o, is_place = tl.zeros([BG, ROWS], tl.float32), (), (place < K)[:, None]
     for c in tl.static_range(CHUNKS):
-        value = c * ROWS + some
-        mask = (place < K)[:, None] & (value < V)[None, :]
-        tile = tl.load(state + value[None, :] * K + place[:, None], mask=mask, other=0.0)
-        places = v_ptr + (token[:, None] * H + h) * V + value[None, :]
-        v = tl.load(places, mask=has_token[:, None] & (value < V)[None, :], other=0.0).to(tl.float32)
-        read = tl.dot(left, tile, input_precision=PRECISION)
-        rest = tl.where(is_query[:, None], 0.0, beta[:, None] * (v - read))
-        both = tl.reshape(tl.dot(solved, rest, read, input_precision=PRECISION), (2, BG, ROWS))
-        o += (tl.sum(tl.where(half == 1, both, 0.0), axis=0),)
+        value = c * ROWS + tl.arange(0, ROWS)
+        tile = tl.load(state + value[None, :] * K + place[:, None], mask=is_place & (value < V)[None, :], other=0.0)
+        v = load_values(v_ptr, token, has_token, value, h, H, V)
+        o += (outputs(left, tile, v, beta, solved, is_query, BG, PRECISION),)
         squares += o[c] * o[c]
     out = out_ptr + (first * H + h) * V
     write(o, squares, gate, gate_row, norm_ptr, out, H * V, eps, window, V, CHUNKS)

@@ -110,6 +110,27 @@ def test_a_long_window_of_slow_decay_remembers_its_beginning() -> None:
     close(x._replace(beta=x.beta * 0.05), [192], [0], chunk=32, segment_chunks=2)
 
 
+BOUNDED = [(64, 16, False), (64, 32, True), (32, 32, False)]
+
+
+@pytest.mark.parametrize(("chunk", "block", "is_direct"), BOUNDED)
+@pytest.mark.parametrize("decay", [0.3, 5.0])
+def test_the_kernel_of_bounded_gates(
+    monkeypatch: pytest.MonkeyPatch, chunk: int, block: int, is_direct: bool, decay: float
+) -> None:
+    bounded = replace(launch.EXACT, bounded=launch.Launch(block, 4, 1), is_direct=is_direct)
+    monkeypatch.setattr(launch, "EXACT", bounded)
+    x = draw(150, 2, keys=32, values=32, decay=decay)
+    if decay == 5.0:
+        x.g[10:110] = -5.0
+    close(x, [93, 57], [7, 0], chunk=chunk, borders=((0, 57),), segment_chunks=1)
+
+
+def test_equal_keys_do_not_blow_up_the_inverse_of_bounded_gates(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "EXACT", replace(launch.EXACT, bounded=launch.Launch(16, 4, 1)))
+    test_equal_keys_do_not_blow_up_the_inverse()
+
+
 def test_equal_keys_do_not_blow_up_the_inverse() -> None:
     x = draw(64, 1, decay=1e-6)
     x.k[:] = x.k[:1]
