@@ -115,8 +115,8 @@ def product(
         scale_at = scales + (at * 32 + i % 8 * 4)[:, None] + tl.arange(0, 4)[None, :]
     else:  # words, since bytes are too few for an asynchronous copy
         scale_at = scales + at * 8 + i % 8
-    # A whole unit at once: half of it in place is 32 bytes of every 64, and such copies of a row that all programs read
-    # took half as long again; with wgmma each half would be waited for.
+    # A whole unit at once, 256 bytes of a row: half of it in place is 32 bytes of every 64, and with such copies the
+    # first product of pairs took longer the more programs there were; with wgmma each half would be waited for.
     column = columns(128, WIDE, IS_ARRANGED)[:, None]
     x1, x2 = x + row[None, :] * stride + column, x + row_more[None, :] * stride + column
     for step in range(start, stop):

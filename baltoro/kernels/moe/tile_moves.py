@@ -27,7 +27,7 @@ def arrange(
     x, order, out, num_active, width, num_units,
     UNITS: tl.constexpr, WIDE: tl.constexpr, IS_SORTED: tl.constexpr, IS_ROUNDED: tl.constexpr,
 ):  # fmt: skip
-    """out [rows, 128 num_units]: rows of x [., width], columns as `tile_kernels.operand` has them, zeros beyond width.
+    """out [rows, 128 num_units]: rows of x [., width], columns as `tile_numbers.operand` has them, zeros beyond width.
 
     IS_SORTED: row i is x[order[i] // num_active], otherwise x[i]. IS_ROUNDED: through MXFP8. Grid (rows, UNITS units).
     """
