@@ -82,10 +82,8 @@ def prefill_case(part: str, config: launch.Config, dtype: torch.dtype, *, keys: 
     }
     if part in ("prepare", "bounded"):
         constants |= {"BLOCK": one.block, "INVERSE_KIND": kinds.inverse, "SUMS": kinds.sums}
-        kernel = triton_bounded.bounded_kernel
-        if part == "prepare":
-            constants["FIRST"] = first
-            kernel = triton_prepare.prepare_kernel
+        kernel = triton_prepare.prepare_kernel if part == "prepare" else triton_bounded.bounded_kernel
+        constants |= {"FIRST": first} if part == "prepare" else {"HAS_BLOCKS": config.has_blocks}
     else:
         constants["BV"] = one.block
         kernel = triton_chunk.scan_kernel if part == "scan" else triton_chunk.fragment_kernel

@@ -61,6 +61,8 @@ def variants() -> Iterator[tuple[str, Config]]:
             if n < len(found):
                 one = replace(default(BF16), **{part: found[n]})
                 yield part, replace(one, bounded=None) if part == "prepare" else one
+        if n == 0:
+            yield "bounded", replace(default(BF16), has_blocks=False)
         for part, launch in islice(direct, 3):
             yield part, replace(SHORT, **{part: launch})
 
@@ -180,7 +182,7 @@ def sweep(jobs: list[tuple[str, Config, AsyncResult[str]]], until: float) -> Non
     begun = {False: 0, True: 0}
     for part, config, job in jobs:
         one, is_direct = getattr(config, part), config.is_direct
-        name = f"{part} {one}{' direct' * is_direct}"
+        name = f"{part} {one}{' direct' * is_direct}{' whole inverse' * (not config.has_blocks)}"
         left = until - (time.monotonic() - BEGUN)
         if left < 1 or attempt(f"compile {name}", partial(job.get, left)) is None:
             continue

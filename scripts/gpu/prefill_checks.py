@@ -75,6 +75,7 @@ class Case:
         self.layout = (1, 63, 130, 300, 17), (0, 64, 5, 0, 60), ((3, 128), (2, 59))
         lengths, starts, borders = self.layout
         self.tensors = inputs(sum(lengths), 2, keys, dtype, "cpu")
+        self.tensors[3][150:230] = -5.0  # some chunks at the bound of the gate
         self.state = torch.randn(len(lengths), 2, keys, keys)
         spans, doubles = Spans.build(lengths, starts), [t.double() for t in self.tensors]
         self.o, self.after = recurrent(

@@ -42,13 +42,15 @@ class Config:
     fragment: Launch
     is_direct: bool = False
     bounded: Launch | None = None
+    # whether its inverse goes by blocks of 16 that a warp has, up to there; else all levels by whole products
+    has_blocks: bool = True
 
     def fit(self, *, keys: int, values: int) -> Config:
         """With blocks that a head of these sizes has."""
         small = min(keys, values)
         bounded = None if self.bounded is None else _fit(self.bounded, small)
         parts = _fit(self.prepare, small), _fit(self.scan, values), _fit(self.fragment, small)
-        return Config(*parts, self.is_direct, bounded)
+        return Config(*parts, self.is_direct, bounded, self.has_blocks)
 
     def prepares_bounded(self, *, chunk: int, is_bounded: bool) -> Launch | None:
         """How, where it can: half a chunk at the bound must stay within what bf16 holds."""

@@ -175,7 +175,7 @@ class Call:
         options = shape | {"KIND": kinds.pairs, "INVERSE_KIND": kinds.inverse, "SUMS": kinds.sums}
         options["IS_DIRECT"] = self.config.is_direct
         if num and self.bounded is not None:
-            options |= {"BLOCK": self.bounded.block} | self.bounded.options()
+            options |= {"BLOCK": self.bounded.block, "HAS_BLOCKS": self.config.has_blocks} | self.bounded.options()
             bounded_kernel[(num, heads)](*arguments, **options)
         elif num:
             options |= {"BLOCK": self.config.prepare.block, "FIRST": self.smallest} | self.config.prepare.options()

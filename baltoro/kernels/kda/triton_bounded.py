@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from baltoro.kernels.kda.triton_prepare import corners, load_rows, product
+from baltoro.kernels.kda.triton_prepare import corners, invert_unit_lower, load_rows, product
 
 LINE = tl.constexpr("prefetch.global.L2 [$1]; mov.u32 $0, 0;")
 
@@ -54,7 +54,7 @@ def pairs(found, C: tl.constexpr, HAS_SELF: tl.constexpr):
 
 
 @triton.jit
-def invert_unit_lower(lower, C: tl.constexpr, KIND: tl.constexpr):
+def invert_by_blocks(lower, C: tl.constexpr, KIND: tl.constexpr):
     """As in `triton_prepare`; up to 16 tokens by blocks [C / 16, 16, 16] of the diagonal, each of which a warp has."""
     N: tl.constexpr = C // 16
     is_diagonal = (tl.arange(0, N)[:, None] == tl.arange(0, N)[None, :])[:, None, :, None]
@@ -77,7 +77,7 @@ def bounded_kernel(
     q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, table_ptr, chunks_ptr, w_ptr, u_ptr, k_out_ptr, q_in_ptr, a_ptr, gamma_ptr,
     q_row, k_row, v_row, g_row, beta_row, head_first, scale,
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr,
-    INVERSE_KIND: tl.constexpr, SUMS: tl.constexpr, IS_DIRECT: tl.constexpr,
+    INVERSE_KIND: tl.constexpr, SUMS: tl.constexpr, IS_DIRECT: tl.constexpr, HAS_BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """As `triton_prepare.prepare_kernel`, of chunks of 32 or 64 tokens. Table: `launch.bounded_matrices`."""
     c, h = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -108,9 +108,9 @@ def bounded_kernel(
         keys += product(load_rows(k_ptr + (i * k_row + key), is_live) * decay, columns, KIND)
         queries += product(load_rows(q_ptr + (i * q_row + key), is_live) * decay, columns, KIND)
     tl.store(a_ptr + square + (i * C + column), (pairs(queries, C, True) * scale).to(a_ptr.dtype.element_ty))
-    beta = load_rows(beta_ptr + i * beta_row, is_live)
     # times beta of its columns, so that values go into their product as they are
-    solved = invert_unit_lower(pairs(keys, C, False) * beta, C, INVERSE_KIND)
+    lower = pairs(keys, C, False) * load_rows(beta_ptr + i * beta_row, is_live)
+    solved = invert_by_blocks(lower, C, INVERSE_KIND) if HAS_BLOCKS else invert_unit_lower(lower, C, INVERSE_KIND)
     solved *= load_rows(beta_ptr + column * beta_row, column < length)
     for part in tl.static_range(K // BLOCK):
         key = part * BLOCK + block
