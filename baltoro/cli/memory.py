@@ -106,6 +106,13 @@ class CacheOptions:
             rich_help_panel=SHARES,
         ),
     ] = AUTO
+    expert_inputs: Annotated[
+        str,
+        typer.Option(
+            help="What the routed experts read: plain, or rounded to mxfp8 (W4A8, as K3 was trained for).",
+            rich_help_panel=SHARES,
+        ),
+    ] = "plain"
     long_prompt_tokens: Annotated[
         int,
         typer.Option(
@@ -132,6 +139,7 @@ class CacheOptions:
             "disk_cache_bytes": size_bytes(self.disk_cache, "--disk-cache"),
             "retract_to": self.retract_to,
             "expert_weights": self.expert_weights,
+            "expert_inputs": self.expert_inputs,
             "long_prompt_tokens": self.long_prompt_tokens,
             "long_share": self.long_share,
         }

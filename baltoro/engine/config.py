@@ -49,6 +49,8 @@ class EngineConfig:
                       this machine can map too; empty: keep it in this process
     expert_weights    packed: MXFP4 experts as the file has them; dense: the values they stand for; auto: dense on a CPU
                       that has the base for itself and where they take at most 1 GiB
+    expert_inputs     mxfp8: what the routed experts' products read is rounded to MXFP8 (W4A8); plain: it is not. A
+                      policy trainer on this engine does the same
     max_logit_rows    rows whose logits one step may hold for prompt logprobs (each is vocab_size values)
     graph_batch       steps of up to so many decodes are captured as CUDA graphs at the start; 0 is off
     retract_every     debugging: take the memory of one running request every so many steps; 0 is off
@@ -82,6 +84,7 @@ class EngineConfig:
     lora_modules: tuple[str, ...] = ()
     base_path: str = ""
     expert_weights: Literal["auto", "packed", "dense"] = "auto"
+    expert_inputs: Literal["plain", "mxfp8"] = "plain"
     max_logit_rows: int = 256
     dtype: str = "auto"
     device: str = "cpu"
@@ -115,6 +118,8 @@ class EngineConfig:
         _need(self.dtype in DTYPES, "dtype", self.dtype, f"must be one of {', '.join(DTYPES)}")
         kinds = ("auto", "packed", "dense")
         _need(self.expert_weights in kinds, "expert_weights", self.expert_weights, f"must be one of {', '.join(kinds)}")
+        advice = "must be plain or mxfp8"
+        _need(self.expert_inputs in ("plain", "mxfp8"), "expert_inputs", self.expert_inputs, advice)
         is_alone = not (self.base_path and self.expert_weights == "dense")
         _need(
             is_alone, "expert_weights", "dense", "a base that others map stays packed: leave base_path empty, or auto"

@@ -35,6 +35,7 @@ from baltoro.engine.scheduler import Scheduler
 from baltoro.errors import ConfigError, ContextLengthError, RequestError
 from baltoro.kernels.dispatch import expert_order
 from baltoro.model.adapter import Adapter, load_adapter
+from baltoro.model.context import FakeQuant
 from baltoro.model.decoder import K3Model
 from baltoro.model.lora import AdapterBank, add_adapters
 from baltoro.observe import resident_bytes
@@ -80,7 +81,10 @@ class Engine:
         self.adapters = AdapterBook(config.max_loras, max_loaded=config.max_loaded_loras)
         self.scheduler = Scheduler(config, memory, max_running=self.plan.max_running, adapters=self.adapters)
         fixed = _fixed_slots(model, config) if self.bank is not None else 0
-        self.runner = Runner(model, self.pool, config.device, host=host, bank=self.bank, fixed_slots=fixed)
+        self.runner = Runner(
+            model, self.pool, config.device, host=host, bank=self.bank, fixed_slots=fixed,
+            quant=FakeQuant(activations=config.expert_inputs == "mxfp8"),
+        )  # fmt: skip
         if config.graph_batch:
             largest = min(config.graph_batch, self.plan.max_running)
             most = pages_for(self.plan.max_context, config.page_size)

@@ -27,7 +27,7 @@ from baltoro.engine.copies import pinned, to_device
 from baltoro.kernels.lora.rows import AdapterRows
 from baltoro.kernels.precision import acc_dtype
 from baltoro.kernels.spans import Spans
-from baltoro.model.context import CacheMap, ForwardContext
+from baltoro.model.context import CacheMap, FakeQuant, ForwardContext
 from baltoro.model.state import CacheViews
 
 Step = Callable[[], Tensor]
@@ -85,12 +85,13 @@ class DecodeGraphs:
         backend: Backend,
         report: Report | None = None,
         adapter_slots: int = 0,
+        quant: FakeQuant | None = None,
     ) -> None:
         """`max_pages`: of one request. `max_batch`: decodes of the largest graph. `adapter_slots`: 0 leaves plans with
         adapters to eager steps. Captures everything."""
         self._model, self._views, self._page_size, self._device = model, views, page_size, device
         self.sizes = padded_sizes(max_batch)
-        self._adapter_slots = adapter_slots
+        self._adapter_slots, self._quant = adapter_slots, quant or FakeQuant()
         largest = self.sizes[-1]
         # token, slot, KV row, keys in view, place of the token among the ids drawn before or -1, adapter slot
         self._rows = torch.from_numpy(_padding(largest)).to(device)
@@ -160,7 +161,9 @@ class DecodeGraphs:
             # where the spans start is in the buffers; the context only has to know that it is not at 0
             spans = Spans.build((1,) * size, (1,) * size, device=self._device)
             captured = AdapterRows.fixed(adapters, self._adapter_slots) if has_adapters else None
-            logits = self._model(ForwardContext(tokens, spans, cache, num_decodes=size, captured=captured))
+            logits = self._model(
+                ForwardContext(tokens, spans, cache, num_decodes=size, captured=captured, fake_quant=self._quant)
+            )
             logits = logits.to(acc_dtype(logits.dtype))
             best, ids = logits.max(dim=-1)
             self.drawn[0, :size] = ids

@@ -29,7 +29,7 @@ from baltoro.engine.moves import Mover
 from baltoro.kernels.precision import acc_dtype
 from baltoro.kernels.spans import Spans
 from baltoro.model.config import K3Config
-from baltoro.model.context import CacheMap, ForwardContext, Snapshot
+from baltoro.model.context import CacheMap, FakeQuant, ForwardContext, Snapshot
 from baltoro.model.lora import AdapterBank
 from baltoro.model.state import CacheViews
 
@@ -75,9 +75,12 @@ class Runner:
         host: HostStore | None = None,
         bank: AdapterBank | None = None,
         fixed_slots: int = 0,
+        quant: FakeQuant | None = None,
     ) -> None:
-        """`fixed_slots`: of the bank, where terms of adapters are had in fixed form; 0: row by row."""
+        """`fixed_slots`: of the bank, where terms of adapters are had in fixed form; 0: row by row. `quant`: rounding
+        of what the routed experts read."""
         self.model = model
+        self.quant = quant or FakeQuant()
         self.fixed_slots = fixed_slots
         self.graphs: DecodeGraphs | None = None
         self._bank = bank
@@ -143,6 +146,7 @@ class Runner:
             backend=backend,
             report=report,
             adapter_slots=self.fixed_slots,
+            quant=self.quant,
         )
 
     def _draw(self, logits: Tensor, draws: Sequence[Draw], *, is_captured: bool) -> sampler.Drawn | sampler.Likeliest:
@@ -182,6 +186,7 @@ class Runner:
             media=build_media(spans, self.model.config, self.device),
             adapters=tuple(span.adapter for span in spans) if any(span.adapter for span in spans) else None,
             fixed_slots=self.fixed_slots,
+            fake_quant=self.quant,
         )
 
     def _tokens(self, spans: Sequence[Span]) -> Tensor:

@@ -26,6 +26,7 @@ from baltoro.envs.pool import RewardPool
 from baltoro.errors import InvariantError
 from baltoro.model.adapter import Adapter
 from baltoro.model.config import K3Config
+from baltoro.model.context import FakeQuant
 from baltoro.model.decoder import K3Model
 from baltoro.model.weights import load_model
 from baltoro.rl.checkpoint import Pending, Saved
@@ -223,7 +224,8 @@ def _trainer(config: RLConfig, model: K3Model, adapter: Adapter) -> PolicyTraine
     optim = asdict(config.optim)
     micro_tokens = optim.pop("micro_tokens")
     optim["betas"] = tuple(optim["betas"])
-    return PolicyTrainer(model, adapter, config.policy_loss, FactorOptim(**optim), micro_tokens)
+    quant = FakeQuant(activations=engine_config(config).expert_inputs == "mxfp8")  # one key for both ends
+    return PolicyTrainer(model, adapter, config.policy_loss, FactorOptim(**optim), micro_tokens, quant)
 
 
 def _inline(config: RLConfig, options: EngineConfig, tokenizer: Tokenizer, adapter: Adapter) -> tuple[Policy, K3Model]:

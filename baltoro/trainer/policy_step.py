@@ -24,7 +24,7 @@ from baltoro.kernels.precision import acc_dtype
 from baltoro.model.adapter import LAYOUT, Adapter, LoraSettings, SiteFactors
 from baltoro.model.adapter_names import adapter_sites
 from baltoro.model.config import K3Config
-from baltoro.model.context import train_context
+from baltoro.model.context import FakeQuant, train_context
 from baltoro.model.decoder import K3Model
 from baltoro.model.lora import AdapterBank, add_adapters
 from baltoro.trainer.aggregate import Totals, mean_log_ratios, row_weights
@@ -101,9 +101,17 @@ class PolicyTrainer:
     """The adapter in training. Single writer: the loop that owns it."""
 
     def __init__(
-        self, model: K3Model, adapter: Adapter, loss: PolicyConfig, optim: FactorOptim, micro_tokens: int
+        self,
+        model: K3Model,
+        adapter: Adapter,
+        loss: PolicyConfig,
+        optim: FactorOptim,
+        micro_tokens: int,
+        quant: FakeQuant | None = None,
     ) -> None:
+        """`quant`: rounding of what the routed experts read; the engine's, or the two are not one policy."""
         self.model = model.requires_grad_(False)
+        self.quant = quant or FakeQuant()
         self.loss, self.optim, self.micro_tokens = loss, optim, micro_tokens
         has_experts = any(".experts." in module for module in adapter.factors)
         self.bank: AdapterBank = add_adapters(model, 1, adapter.rank, has_experts=has_experts)
@@ -141,7 +149,8 @@ class PolicyTrainer:
     def logprobs(self, batch: PolicyBatch, *, has_adapter: bool = True) -> Tensor:
         """Of the targets of the counted rows: [M] in the accumulate dtype, of the model's own distribution."""
         adapters = (SLOT,) * len(batch.lengths) if has_adapter else None
-        hidden = self.model.hidden(train_context(batch.tokens, batch.lengths, adapters=adapters))
+        ctx = train_context(batch.tokens, batch.lengths, adapters=adapters, fake_quant=self.quant)
+        hidden = self.model.hidden(ctx)
         logits = self.model.logits(hidden[batch.rows])
         logits = logits.to(acc_dtype(logits.dtype))
         return logits.gather(-1, batch.targets[:, None])[:, 0] - logits.logsumexp(-1)

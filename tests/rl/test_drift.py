@@ -10,6 +10,7 @@ import torch
 
 from baltoro.errors import DigestMismatch, InvariantError, TransferError
 from baltoro.model.adapter import Adapter, SiteFactors
+from baltoro.model.context import FakeQuant
 from baltoro.rl.drift import Canary, check_drift, compare, perturbed, start_test
 from baltoro.rl.inline import InlinePolicy
 from baltoro.rl.parts import Parts, open_parts
@@ -152,3 +153,28 @@ def test_another_digest_is_an_error(parts: Parts) -> None:
     parts.policy.__class__ = Mixing
     with pytest.raises(DigestMismatch):
         Sync(parts.policy, parts.trainer.model.config).publish(1, perturbed(parts.trainer.adapter(), 0.1))
+
+
+def test_inputs_in_mxfp8_are_one_setting_of_both_ends(tiny_folder: Path) -> None:
+    """engine.options.expert_inputs rounds in the engine and in the trainer; rounded at one end only, it shows."""
+    prompt, output = [5, 9, 30, 7], [11, 12, 13, 40, 41]
+
+    def gap(end: str) -> tuple[float, list[float]]:
+        config = recipe(tiny_folder, engine={"place": "inline", "options": {"expert_inputs": "mxfp8"}})
+        parts = open_parts(config, families=[Brief()])
+        try:
+            if end == "engine":
+                parts.trainer.quant = FakeQuant()
+            scored, trained = parts.policy.score(prompt, output), parts.trainer.score(prompt, output)
+        finally:
+            parts.close()
+        return max(abs(a - b) for a, b in zip(scored, trained, strict=True)), scored
+
+    both, rounded = gap("both")
+    one, _ = gap("engine")
+    assert both < 1e-4 < 1e-3 < one
+    plain = open_parts(recipe(tiny_folder, engine={"place": "inline"}), families=[Brief()])
+    try:
+        assert max(abs(a - b) for a, b in zip(plain.policy.score(prompt, output), rounded, strict=True)) > 1e-3
+    finally:
+        plain.close()
