@@ -47,8 +47,11 @@ PAD = 126
 
 @cache
 def model_of(name: str, dtype: torch.dtype, device: str = "cpu") -> K3Model:
-    """On a GPU merged, as an engine there has it. The same draws whatever the dtype."""
-    config = tiny_k3() if name == "k3" else tiny_kimi_linear()
+    """On a GPU merged, as an engine there has it. The same draws whatever the dtype. "k3-all": every expert is active,
+    since rounding to bf16 flips borderline picks of a router that was never trained."""
+    config = tiny_kimi_linear() if name == "kimi_linear" else tiny_k3()
+    if name == "k3-all":
+        config = config.with_(num_active_experts=config.num_experts)
     model = new_model(config, dtype=dtype, seed=3, std=STD, decay="slow", device=device)
     return model if device == "cpu" else model.merge()
 

@@ -2,7 +2,9 @@
 
 float32   every greedy token is the float64 oracle's, every logprob within 1e-4 of it
 bfloat16  a token is the oracle's best, or within a top-2 margin of 1e-2 (of logprobs) of it; the oracle has the
-          same rounded weights, and goes on from the tokens that were drawn
+          same rounded weights, and goes on from the tokens that were drawn. All experts are active: where 3 of 11 are,
+          rounding flips picks of the random router, and a CPU in bf16 is beyond the margin at 11 of 78 tokens, by up
+          to 0.28; with all, at 2 of 48, by up to 0.015
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ from tests.e2e.test_equivalence_matrix import check_events
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
-MARGIN, BEYOND = 1e-2, 0.25
+MARGIN, BEYOND, MOST = 1e-2, 0.1, 0.05
 CELLS = (
     Cell("plain", 64, "off", 1000, "off", "turns", "unified"),
     Cell("overlap", 64, "on", 150, "recompute", "turns", "unified"),
@@ -81,9 +83,9 @@ def test_float32_draws_the_tokens_of_the_oracle(cell: Cell, graphs: int, tmp_pat
 @GRAPHS
 @pytest.mark.parametrize("cell", CELLS[1:4], ids=str)
 def test_bfloat16_draws_them_up_to_a_small_margin(cell: Cell, graphs: int, tmp_path: Path) -> None:
-    rounded = K3Model(model_of("k3", torch.bfloat16).config, torch.float64)
+    rounded = K3Model(model_of("k3-all", torch.bfloat16).config, torch.float64)
     rounded.load_state_dict({name: t.double() if t.is_floating_point() else t
-                             for name, t in model_of("k3", torch.bfloat16).state_dict().items()})  # fmt: skip
+                             for name, t in model_of("k3-all", torch.bfloat16).state_dict().items()})  # fmt: skip
 
     @torch.inference_mode()
     def oracle(tokens: tuple[int, ...], ask: Ask) -> Tensor:
@@ -93,8 +95,8 @@ def test_bfloat16_draws_them_up_to_a_small_margin(cell: Cell, graphs: int, tmp_p
             media = Media(pixels(ask.picture), (PICTURE_GRID,), torch.tensor(rows), torch.arange(len(rows)))
         return torch.log_softmax(rounded(ForwardContext(ctx.tokens, ctx.spans, media=media)).double(), -1)
 
-    report = serve(cell, "k3", torch.bfloat16, tmp_path, device="cuda", graph_batch=graphs)
+    report = serve(cell, "k3-all", torch.bfloat16, tmp_path, device="cuda", graph_batch=graphs)
     found = gaps(report, oracle)
     beyond = sum(gap > MARGIN for gap in found)
-    assert beyond <= BEYOND * len(found) and max(found) < 0.5, f"{beyond} of {len(found)} differ, by up to {max(found)}"
+    assert beyond <= BEYOND * len(found) and max(found) < MOST, f"{beyond} of {len(found)} differ, by up to {max(found)}"
     check_hits(report, cell)
