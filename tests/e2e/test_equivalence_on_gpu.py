@@ -98,5 +98,6 @@ def test_bfloat16_draws_them_up_to_a_small_margin(cell: Cell, graphs: int, tmp_p
     report = serve(cell, "k3-all", torch.bfloat16, tmp_path, device="cuda", graph_batch=graphs)
     found = gaps(report, oracle)
     beyond = sum(gap > MARGIN for gap in found)
-    assert beyond <= BEYOND * len(found) and max(found) < MOST, f"{beyond} of {len(found)} differ, by up to {max(found)}"
+    said = f"{beyond} of {len(found)} differ, by up to {max(found)}"
+    assert beyond <= BEYOND * len(found) and max(found) < MOST, said
     check_hits(report, cell)

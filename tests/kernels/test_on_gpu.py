@@ -34,6 +34,7 @@ def leaves(*tensors: Tensor) -> list[Tensor]:
     return [t.detach().clone().requires_grad_() for t in tensors]
 
 
+@pytest.mark.timeout(400)  # fla tries its kernels for two minutes
 @pytest.mark.parametrize("is_bounded", [True, False])
 def test_fla_chunk_form(is_bounded: bool) -> None:
     fla = pytest.importorskip("baltoro.kernels.kda.fla")

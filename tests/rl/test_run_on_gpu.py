@@ -11,7 +11,8 @@ from baltoro.rl.loop import run
 from baltoro.rl.parts import open_parts
 from tests.rl.runs import Brief, recipe
 
-pytestmark = [pytest.mark.gpu, pytest.mark.slow]
+# where fla is installed, it tries its kernels for two minutes in the first step
+pytestmark = [pytest.mark.gpu, pytest.mark.slow, pytest.mark.timeout(400)]
 
 
 @pytest.mark.parametrize(("dtype", "limit"), [("float32", 1e-5), ("bfloat16", 1e-2)])
