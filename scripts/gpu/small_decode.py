@@ -23,6 +23,7 @@ from baltoro.kernels.moe.reference import route
 from baltoro.kernels.paged import fast as paged
 from baltoro.kernels.sample import fast as sampling
 from baltoro.kernels.sample.reference import sample
+from scripts.gpu.small_states import kda, kda_prefill, routed_experts
 
 Pair = tuple[str, Tensor, Tensor]
 
@@ -87,7 +88,7 @@ def copies_and_sampling(device: str) -> Iterator[Pair]:
 
 def main(device: str = "cuda") -> None:
     torch.manual_seed(0)
-    for part in (attention, depth_mix, router, picks, copies_and_sampling):
+    for part in (attention, depth_mix, router, picks, copies_and_sampling, kda, kda_prefill, routed_experts):
         for name, got, exact in part(device):
             error = gap(got, exact)
             print(f"{'ok   ' if error < 1e-2 else 'WRONG'} {name}: {error:.1e}", flush=True)
