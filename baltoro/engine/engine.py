@@ -26,7 +26,7 @@ from baltoro.engine.graphs import CudaBackend, Report
 from baltoro.engine.loop import Loop
 from baltoro.engine.media import media_runs
 from baltoro.engine.numbers import engine_numbers
-from baltoro.engine.planner import are_experts_dense, free_bytes, plan_memory, resolve_dtype
+from baltoro.engine.planner import are_experts_dense, check_device, free_bytes, plan_memory, resolve_dtype
 from baltoro.engine.prefix import namespace_of
 from baltoro.engine.request import MediaRun, Request
 from baltoro.engine.runner import Model, Runner
@@ -308,6 +308,7 @@ def load_engine(
     """An engine on the model of a folder. Errors: ConfigError, WeightsError."""
     from baltoro.model.weights import load_model
 
+    check_device(config.device)
     dtype, base = resolve_dtype(config), None
     # what is shared goes from the host to its one place; what is not is read straight to the device
     model = load_model(model_dir, dtype=dtype, device="cpu" if config.base_path else config.device)

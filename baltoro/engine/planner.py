@@ -168,6 +168,17 @@ def _pages(config: EngineConfig, layout: ArenaLayout, memory: int, num_slots: in
     return min(useful, fits)
 
 
+def check_device(device: str) -> None:
+    """Errors: ConfigError for a device that this machine, or this build of torch, does not have."""
+    if not device.startswith("cuda"):
+        return
+    if not torch.cuda.is_available():
+        raise ConfigError(f"device {device}: torch {torch.__version__} sees no GPU here; set device to cpu")
+    index = torch.device(device).index or 0
+    if index >= torch.cuda.device_count():
+        raise ConfigError(f"device {device}: there are {torch.cuda.device_count()} GPUs, counted from 0")
+
+
 def resolve_dtype(config: EngineConfig) -> torch.dtype:
     """The activation dtype; auto is FP32 on a CPU (BF16 products are slow or emulated there), BF16 elsewhere."""
     if config.dtype == "auto":

@@ -26,6 +26,7 @@ import torch
 
 from baltoro.engine.base import Base
 from baltoro.engine.config import EngineConfig
+from baltoro.engine.planner import check_device
 from baltoro.engine.pressure import Pressure
 from baltoro.engine.publish import PublishOptions
 from baltoro.errors import ConfigError, RequestError, TransferError
@@ -81,8 +82,9 @@ class EnginePolicy:
     ) -> None:
         """Start the engine (`entry`: what its process runs) and wait until it is ready.
 
-        Errors: ConfigError without adapter slots; WorkerLost if it does not start.
+        Errors: ConfigError without adapter slots or without the device; WorkerLost if it does not start.
         """
+        check_device(config.device)
         self.options = options = options or PolicyOptions()
         if config.max_loras < 1:
             raise ConfigError("a policy is an adapter: the engine needs max_loras of 1 or more")

@@ -157,8 +157,8 @@ def test_an_abort_and_a_look(policy: EnginePolicy) -> None:
 def test_what_cannot_be_is_refused(policy: EnginePolicy, folder: Path) -> None:
     with pytest.raises(ConfigError, match="max_loras"):
         start(folder, config=engine_config(max_loras=0))
-    with pytest.raises(ConfigError, match="is_base_shared"):
-        start(folder, config=engine_config(device="cuda"))
+    with pytest.raises(ConfigError, match="device cuda:99"):
+        start(folder, config=engine_config(device="cuda:99"))
     policy.submit(ask("bad", (1, 10**6)))
     assert finish(policy, "bad")["bad"][-1].error_status == 400
 
