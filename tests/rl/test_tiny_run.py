@@ -38,6 +38,8 @@ def test_the_tiny_model_improves_and_the_kl_stays_flat(tmp_path: Path, monkeypat
     # margin of the last pick is below 1e-6 in 4e-5 of all picks (docs/rl.md). One such token moves a step's k3 to 1e-8.
     assert median(line["k3"] for line in steps) <= 1e-11 and max(line["k3"] for line in steps) <= 1e-6
     assert sum(line["max_dlogp"] > 1e-4 for line in steps) <= len(steps) // 10
-    assert all(a["adapter_norm"] < b["adapter_norm"] for a, b in pairwise(lines[2:12]))
-    assert sum(line["sync"]["seconds"] for line in steps) < 0.05 * sum(line["step_s"] for line in steps)
+    norms = [line["adapter_norm"] for line in steps]  # stays where all rewards are equal, and nothing is published then
+    assert all(a <= b for a, b in pairwise(norms[:12])) and norms[0] < norms[2] < norms[4]
+    published = [line for line in steps if "sync" in line]
+    assert sum(line["sync"]["seconds"] for line in published) < 0.05 * sum(line["step_s"] for line in published)
     assert aborted == 0
