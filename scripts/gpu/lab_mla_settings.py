@@ -75,7 +75,6 @@ MANY = [
     linear.Tiles(64, 128, 64, 4, 4),
 ]
 SHARED: list[dict[str, Any]] = [
-    {"CLUSTER_TOKENS": 64},
     {"SHARE_BLOCK": 512},
     {"SHARE_BLOCK": 256},
     {"FEW_TOKENS": 0, "CHUNK": 1024, "READ_WARPS": 16},
@@ -85,8 +84,7 @@ SHARED: list[dict[str, Any]] = [
     {"SHARE_BLOCK": 1024, "SHARE_WARPS": 16},
     {"FEW_TOKENS": 0, "CHUNK": 512, "READ_WARPS": 16},
 ]
-WHOLE: list[dict[str, Any]] = [{"CLUSTER_TOKENS": 8192, "FEW_TOKENS": 8192}]
-WHOLE += [
+WHOLE: list[dict[str, Any]] = [
     {"FEW_TOKENS": 0, "CHUNK": chunk, "READ_WARPS": warps}
     for chunk, warps in ((256, 8), (256, 4), (512, 8), (1024, 16), (256, 16))
 ]
@@ -104,7 +102,7 @@ CASES = [
     Case("router 256 tokens", partial(router, 256), MANY, 5e-3),
     Case("mla 12 heads, 32 x 8192", partial(attention, 32, 8192, 12, 1), NARROW[:7], 6e-3),
     Case("bank pass, 8192 tokens", partial(bank_pass, 8192), SCAN, 1e-2),
-    Case("depth mix, 32 tokens", partial(depth_mix, 32), [*SHARED[:4], WHOLE[1], WHOLE[4]], 1e-2),
+    Case("depth mix, 32 tokens", partial(depth_mix, 32), [*SHARED[:3], WHOLE[0], WHOLE[3]], 1e-2),
     Case("router 64 tokens", partial(router, 64), SIXTY, 5e-3),
     Case("mla 12 heads, 32 x 8192, window 8", partial(attention, 32, 8192, 12, 8), WIDE, 6e-3),
     Case("mla 96 heads, 1 x 131072", partial(attention, 1, 131072, 96, 1), WIDE[:5], 6e-3),

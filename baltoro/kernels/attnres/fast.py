@@ -13,7 +13,7 @@ from torch import Tensor
 
 from baltoro.errors import ShapeError
 from baltoro.kernels.attnres import fused, reference
-from baltoro.kernels.device import has_dependent_launch, machine
+from baltoro.kernels.device import has_dependent_launch
 from baltoro.kernels.precision import wants_gradient
 
 
@@ -40,8 +40,6 @@ FEW_TOKENS = 64
 SHARE_BLOCK = 512
 """Channels of a program then: 14 programs a row at K3's width. The fewer, the less the second launch has to add up."""
 SHARE_WARPS = 4
-CLUSTER_TOKENS = 0
-"""Up to here a cluster of blocks takes a token in one launch, on Hopper. 0 until it has run there, in lab_mla.py."""
 
 
 def mix(sources: Tensor, query: Tensor, eps: float) -> Tensor:
@@ -152,8 +150,6 @@ def _read(
     out = torch.empty(bank.shape[1:], dtype=bank.dtype, device=bank.device)
     is_few = bank.shape[1] <= FEW_TOKENS and count <= MAX_SOURCES
     launch = _read_shared if is_few else _read_whole
-    if is_few and len(out) <= CLUSTER_TOKENS and _has_clusters(bank):
-        launch = _read_by_cluster
     if len(out):
         launch(rows, query, gain, (total, out), (eps, norm_eps))
     return total, out
@@ -210,35 +206,6 @@ def _read_shared(
     blend_kernel[(blocks, tokens)](
         *rows, gain, products, dots, out, *strides, *eps,
         BLOCKS=blocks, BLOCK_B=triton.next_power_of_2(blocks), HAS_NORM=gain is not None, **cut, **launch,
-    )  # fmt: skip
-
-
-def _has_clusters(bank: Tensor) -> bool:
-    capability = machine(bank.device.type, bank.device.index or 0).capability
-    return capability is not None and capability[0] == 9
-
-
-def _read_by_cluster(
-    rows: tuple[Tensor, Tensor | None, Tensor | None],
-    query: Tensor,
-    gain: Tensor | None,
-    results: tuple[Tensor | None, Tensor],
-    eps: tuple[float, float],
-) -> None:
-    """Eight blocks a token, which exchange their sums."""
-    import triton
-
-    from baltoro.kernels.attnres.cluster_kernels import WARPS, cluster_kernel
-
-    bank, prefix, update = rows
-    num, tokens, width = bank.shape
-    step = -(-width // 64) * 8  # a block's channels, a multiple of 16 bytes
-    count = num + (results[0] is not None)
-    cluster_kernel[(tokens,)](
-        *rows, query, gain, *results, bank.stride(0), bank.stride(1), *eps,
-        L=num, D=width, BLOCK_L=8 if count <= 8 else MAX_SOURCES, STEP=step, SPAN=triton.next_power_of_2(step),
-        HAS_PREFIX=prefix is not None, HAS_UPDATE=update is not None, HAS_NORM=gain is not None, PDL=True,
-        num_warps=WARPS, num_ctas=8, launch_pdl=True,
     )  # fmt: skip
 
 
