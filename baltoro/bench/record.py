@@ -11,7 +11,7 @@ import os
 import platform
 import statistics
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -25,14 +25,19 @@ def median(samples: Sequence[float]) -> float:
     return statistics.median(samples) if samples else 0.0
 
 
-def environment_facts() -> dict[str, Any]:
-    """Commit, device, versions."""
+def versions(packages: Iterable[str] = PACKAGES) -> dict[str, str]:
+    """Of those that are installed."""
     found = {}
-    for package in PACKAGES:
+    for package in packages:
         try:
             found[package] = version(package)
         except PackageNotFoundError:
             continue
+    return found
+
+
+def environment_facts() -> dict[str, Any]:
+    """Commit, device, versions."""
     return {
         "commit": _git("rev-parse", "--short", "HEAD"),
         "is_clean": not _git("status", "--porcelain", "--untracked-files=no"),
@@ -41,7 +46,7 @@ def environment_facts() -> dict[str, Any]:
         "cores": len(os.sched_getaffinity(0)),
         "load_before": round(os.getloadavg()[0], 2),
         "python": platform.python_version(),
-        "versions": found,
+        "versions": versions(),
     }
 
 

@@ -11,25 +11,15 @@ import argparse
 import json
 import time
 from dataclasses import asdict
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from baltoro.bench.kernels import measure, present
+from baltoro.bench.record import versions
 
 PACKAGES = ("torch", "triton", "fla-core", "flash-linear-attention", "tokenspeed-flashkda", "humming-kernels")
-
-
-def versions() -> dict[str, str]:
-    found = {}
-    for package in PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return found
 
 
 def main() -> None:
@@ -40,7 +30,7 @@ def main() -> None:
     args = parser.parse_args()
     began, rows = time.perf_counter(), []
     wanted = [name for name in args.only.split(",") if name] or present()
-    record: dict[str, Any] = {"device": torch.cuda.get_device_name(), "versions": versions(), "figures": rows}
+    record: dict[str, Any] = {"device": torch.cuda.get_device_name(), "versions": versions(PACKAGES), "figures": rows}
     print(record["versions"], flush=True)
     torch.set_grad_enabled(False)
     for name in wanted:
