@@ -60,7 +60,7 @@ def written(routes: Tensor) -> bytes:
 
 
 @torch.no_grad()
-def make_near_ties(model: K3Model, seed: int = 0, size: float = 1e-7) -> None:
+def make_near_ties(model: K3Model, *, size: float = 1e-7, seed: int = 0) -> None:
     """Experts in pairs whose rows of the router differ in their last bits, by `size` of each value: with an odd number
     taken, the last one taken and the next one are nearly always of one pair."""
     generator = torch.Generator().manual_seed(seed)

@@ -34,10 +34,14 @@ SIZE = bytes_per_token(MODEL)
 @pytest.fixture(scope="module")
 def near_ties(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny model with experts in pairs that a router can tell apart by rounding alone."""
-    folder = tmp_path_factory.mktemp("near_ties")
-    shutil.copytree(tiny_folder, folder, dirs_exist_ok=True)
-    model = load_model(tiny_folder, dtype=torch.float32)
-    make_near_ties(model)
+    return write_near_ties(tiny_folder, tmp_path_factory.mktemp("near_ties"))
+
+
+def write_near_ties(source: Path, folder: Path, **options: float) -> Path:
+    """A copy of a float32 model's folder with near ties in every layer."""
+    shutil.copytree(source, folder, dirs_exist_ok=True)
+    model = load_model(source, dtype=torch.float32)
+    make_near_ties(model, **options)
     save_model(model, folder)
     return folder
 
