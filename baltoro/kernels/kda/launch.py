@@ -5,6 +5,7 @@ All choices are here, so that a measured winner is set in one place. Needs trito
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -44,17 +45,26 @@ class Config:
     bounded: Launch | None = None
     # whether its inverse goes by blocks of 16 that a warp has, up to there; else all levels by whole products
     has_blocks: bool = True
+    # of `gluon_prepare`, which does the same on Hopper for BF16 and heads of 128
+    columns: Launch | None = None
 
     def fit(self, *, keys: int, values: int) -> Config:
         """With blocks that a head of these sizes has."""
         small = min(keys, values)
         bounded = None if self.bounded is None else _fit(self.bounded, small)
         parts = _fit(self.prepare, small), _fit(self.scan, values), _fit(self.fragment, small)
-        return Config(*parts, self.is_direct, bounded, self.has_blocks)
+        columns = self.columns if keys == values == 128 else None
+        return Config(*parts, self.is_direct, bounded, self.has_blocks, columns)
 
     def prepares_bounded(self, *, chunk: int, is_bounded: bool) -> Launch | None:
         """How, where it can: half a chunk at the bound must stay within what bf16 holds."""
         return self.bounded if is_bounded and chunk in BOUNDED_CHUNKS else None
+
+    def prepares_columns(self, inputs: Sequence[Tensor], *, chunk: int, is_bounded: bool) -> Launch | None:
+        """The same of `columns`; inputs q, k, v, g."""
+        is_fit = is_bounded and chunk == 64 and not self.is_direct
+        kinds = [x.dtype for x in inputs]
+        return self.columns if is_fit and kinds == [torch.bfloat16] * 3 + [torch.float32] else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -174,7 +174,12 @@ class Call:
         )  # fmt: skip
         options = shape | {"KIND": kinds.pairs, "INVERSE_KIND": kinds.inverse, "SUMS": kinds.sums}
         options["IS_DIRECT"] = self.config.is_direct
-        if num and self.bounded is not None:
+        columns = self.config.prepares_columns(inputs[:4], chunk=shape["C"], is_bounded=self.smallest > 1)
+        if num and columns is not None:
+            from baltoro.kernels.kda.gluon_prepare import column_kernel
+
+            column_kernel[(num, heads)](*arguments, **columns.options())
+        elif num and self.bounded is not None:
             options |= {"BLOCK": self.bounded.block, "HAS_BLOCKS": self.config.has_blocks} | self.bounded.options()
             bounded_kernel[(num, heads)](*arguments, **options)
         elif num:
