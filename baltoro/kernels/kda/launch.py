@@ -47,6 +47,8 @@ class Config:
     has_blocks: bool = True
     # of `gluon_prepare`, which does the same on Hopper for BF16 and heads of 128
     columns: Launch | None = None
+    # whether `gluon_scan` has the serial part, under the same conditions
+    has_copies: bool = False
 
     def fit(self, *, keys: int, values: int) -> Config:
         """With blocks that a head of these sizes has."""
@@ -54,7 +56,8 @@ class Config:
         bounded = None if self.bounded is None else _fit(self.bounded, small)
         parts = _fit(self.prepare, small), _fit(self.scan, values), _fit(self.fragment, small)
         columns = self.columns if keys == values == 128 else None
-        return Config(*parts, self.is_direct, bounded, self.has_blocks, columns)
+        has_copies = self.has_copies and keys == values == 128
+        return Config(*parts, self.is_direct, bounded, self.has_blocks, columns, has_copies)
 
     def prepares_bounded(self, *, chunk: int, is_bounded: bool) -> Launch | None:
         """How, where it can: half a chunk at the bound must stay within what bf16 holds."""

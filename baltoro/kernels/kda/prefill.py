@@ -187,6 +187,12 @@ class Call:
             prepare_kernel[(num, heads)](*arguments, **options)
         return w, u, k_out, q_in, a, gamma
 
+    @property
+    def copies(self) -> bool:
+        """Whether `gluon_scan` has the serial part."""
+        is_fit = self.out.dtype == torch.bfloat16 and self.shape["C"] == 64
+        return self.config.has_copies and is_fit and not self.config.is_direct
+
     def enter(self, made: Made, v: Tensor, first: int, heads: int) -> Tensor:
         """States entering all segments [segments, heads, V, K]; v [T, H, V]."""
         from baltoro.kernels.kda.triton_chunk import fragment_kernel, merge_kernel
@@ -196,11 +202,18 @@ class Call:
         fragments = self.state.new_empty(num, heads, values + keys, keys)
         entering = self.state.new_empty(num, heads, values, keys)
         w, u, k_out, _, _, gamma = made
-        fragment_kernel[((values + keys) // config.block, heads, len(plan.fragments))](
-            w, u, k_out, gamma, v, tables["chunks"], tables["segments"], tables["fragments"], fragments,
-            v.stride(0), first, **shape, BV=config.block, KIND=self.kinds.fragment, IS_DIRECT=self.config.is_direct,
-            **config.options(),
-        )  # fmt: skip
+        if self.copies:
+            from baltoro.kernels.kda.gluon_scan import column_fragment_kernel
+
+            column_fragment_kernel[(2, heads, len(plan.fragments))](
+                *descriptors(w, u, k_out), gamma, tables["segments"], tables["fragments"], fragments, num_warps=8
+            )
+        else:
+            fragment_kernel[((values + keys) // config.block, heads, len(plan.fragments))](
+                w, u, k_out, gamma, v, tables["chunks"], tables["segments"], tables["fragments"], fragments,
+                v.stride(0), first, **shape, BV=config.block, KIND=self.kinds.fragment, IS_DIRECT=self.config.is_direct,
+                **config.options(),
+            )  # fmt: skip
         merge_kernel[(len(plan.spans), heads, values // MERGE_ROWS)](
             self.state, tables["spans"], fragments, entering, self.out.shape[1], first,
             K=keys, V=values, BV=MERGE_ROWS, KIND=self.kinds.merge, num_warps=8,
@@ -212,13 +225,32 @@ class Call:
         from baltoro.kernels.kda.triton_chunk import scan_kernel
 
         plan, tables, shape, config = self.plan, self.tables, self.shape, self.config.scan
-        if plan.segments:
+        if plan.chunks and self.copies:
+            from baltoro.kernels.kda.gluon_scan import column_scan_kernel
+
+            *rows, gamma = made
+            column_scan_kernel[(heads, len(plan.segments))](
+                *(descriptors(*rows)), gamma, tables["chunks"], tables["segments"], tables["order"], entering,
+                self.out, self.after, len(plan.spans), self.out.shape[1], first,
+                IS_CUT=bool(plan.fragments), num_warps=8,
+            )  # fmt: skip
+        elif plan.segments:
             scan_kernel[(shape["V"] // config.block, heads, len(plan.segments))](
                 *made, v, tables["chunks"], tables["segments"], tables["order"], entering,
                 self.out, self.after, v.stride(0), len(plan.spans), self.out.shape[1], first,
                 **shape, BV=config.block, IS_CUT=bool(plan.fragments), KIND=self.kinds.scan,
                 IS_DIRECT=self.config.is_direct, **config.options(),
             )  # fmt: skip
+
+
+def descriptors(*tensors: Tensor) -> list[Any]:
+    """For the copy engine: [chunks, heads, 64, n] as rows, 64 at a time."""
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    layout = gl.NVMMASharedLayout(128, 16, 2)
+    rows = [t.view(-1, t.shape[-1]) for t in tensors]
+    return [TensorDescriptor(t, [*t.shape], [t.shape[1], 1], [64, t.shape[1]], layout) for t in rows]
 
 
 def _group(layout: Layout, chunk: int, heads: int, row_bytes: int) -> int:
