@@ -65,7 +65,7 @@ def cases() -> Iterator[Case]:
     config = launch.choose(torch.bfloat16, keys=128, values=128)
     yield from prefill_cases([(part, config) for part in ("bounded", "prepare", "fragment", "scan")])
     merge = {"K": 128, "V": 128, "BV": launch.MERGE_ROWS, "KIND": "tf32x3"}
-    yield from gluon_cases((launch.Launch(128, 4, 1, 168), launch.Launch(128, 4, 1)))
+    yield from gluon_cases((launch.Columns(), launch.Columns(None)))
     yield "merge", triton_chunk.merge_kernel, merge, CHUNK_TYPES, {"num_warps": 8}
 
 
@@ -76,14 +76,15 @@ def prefill_cases(parts: Iterable[tuple[str, launch.Config]]) -> Iterator[Case]:
             yield prefill_case(part, config, torch.bfloat16, keys=128, values=128, first=first)
 
 
-def gluon_cases(launches: Iterable[launch.Launch]) -> Iterator[Case]:
+def gluon_cases(launches: Iterable[launch.Columns]) -> Iterator[Case]:
     """Of K3's head: the preparation as given, and the serial part."""
     for one in launches:
         options = one.options()
-        yield f"columns {one.registers or ''}", gluon_prepare.column_kernel, {}, CHUNK_TYPES, options
+        constants = {"HEADS_FIRST": options.pop("HEADS_FIRST")}
+        yield f"columns {one.registers or ''}", gluon_prepare.column_kernel, constants, CHUNK_TYPES, options
     for is_cut in (True, False):
-        constants = {"IS_CUT": is_cut}
-        yield f"copies {is_cut}", gluon_scan.column_scan_kernel, constants, CHUNK_TYPES, {"num_warps": 8}
+        cut = {"IS_CUT": is_cut}
+        yield f"copies {is_cut}", gluon_scan.column_scan_kernel, cut, CHUNK_TYPES, {"num_warps": 8}
     yield "copies fragment", gluon_scan.column_fragment_kernel, {}, CHUNK_TYPES, {"num_warps": 8}
 
 

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from baltoro.bench.kernels.replays import replay_seconds
 from baltoro.kernels.kda import prefill
-from baltoro.kernels.kda.launch import Config, Launch
+from baltoro.kernels.kda.launch import Columns, Config, Launch
 from baltoro.kernels.kda.reference import l2_norm
 from scripts.gpu.prefill_checks import BEGUN, BF16, F32, Case, attempt, default, fit, gap, inputs, say
 
@@ -39,11 +39,12 @@ Variant = tuple[str, str, Config]
 def variants() -> Iterator[Variant]:
     """Promising ones of all parts first."""
     now = default(BF16)
-    new = replace(now, columns=Launch(128, 4, 1, 168), has_copies=True)
+    new = replace(now, columns=Columns(), has_copies=True)
     yield "prepare", "columns, 3 programs", new
     yield "scan", "copies", new
     yield "fragment", "copies", new
-    yield "prepare", "columns, 2 programs", replace(new, columns=Launch(128, 4, 1))
+    yield "prepare", "columns, 2 programs", replace(new, columns=Columns(None))
+    yield "prepare", "columns, 3 programs, chunks first", replace(new, columns=Columns(heads_first=False))
     yield "prepare", "as it is", now
     yield "scan", "as it is", now
     yield "fragment", "as it is", now

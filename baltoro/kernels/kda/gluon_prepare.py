@@ -1,9 +1,9 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 """The preparation of the KDA chunk form for bounded gates (>= -5) on Hopper, in Gluon: layouts are chosen here.
 
-`triton_bounded` moves every tile between the layout of loads, that of products' sums and shared memory: 61 barriers, 255
-registers, two programs on a multiprocessor. Here a thread has two channels of half a chunk: sums of g over tokens are
-additions of its own, and all that is decayed goes from there to shared memory or memory at once. From two
+`triton_bounded` moves every tile between the layout of loads, that of products' sums and shared memory: 61 barriers,
+255 registers, two programs on a multiprocessor. Here a thread has two channels of half a chunk: sums of g over tokens
+are additions of its own, and all that is decayed goes from there to shared memory or memory at once. From two
 exponentials a value, those to and from the 16th token of the half, come the others by factors of a channel: the decays
 from the half's start and to its end are at most 1, as are the factors that extend them to the chunk's.
 In and out as `triton_bounded.bounded_kernel`, not direct, for 64 tokens and 128 channels in BF16. The interpreter does
@@ -73,8 +73,8 @@ def square_product(a, b, tile):
 
 @gluon.jit
 def invert(lower, first, second):
-    """(I + L)^-1 of a strictly lower L [64, 64]: of a block [[A, 0], [B, D]] of inverses A, D, B becomes -D B A. Up to 16
-    tokens by blocks of the diagonal that a warp has."""
+    """(I + L)^-1 of a strictly lower L [64, 64]: of a block [[A, 0], [B, D]] of inverses A, D, B becomes -D B A. Up to
+    16 tokens by blocks of the diagonal that a warp has."""
     i = gl.arange(0, C, gl.SliceLayout(1, NARROW))[:, None]
     j = gl.arange(0, C, gl.SliceLayout(0, NARROW))[None, :]
     is_block = i // 16 == j // 16
@@ -142,11 +142,15 @@ def rows(g, k, q, kr, qr, q_in, token, channel, into, lead, scale, PART: gl.cons
 @gluon.jit(do_not_specialize=["beta_row", "head_first"])
 def column_kernel(
     q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, table_ptr, chunks_ptr, w_ptr, u_ptr, k_out_ptr, q_in_ptr, a_ptr, gamma_ptr,
-    q_row, k_row, v_row, g_row, beta_row, head_first, scale,
+    q_row, k_row, v_row, g_row, beta_row, head_first, scale, HEADS_FIRST: gl.constexpr,
 ):  # fmt: skip
-    """Grid (chunks, heads of the group); arguments as `bounded_kernel`, of which the table is not read."""
-    c, h = gl.program_id(0).to(gl.int64), gl.program_id(1)
-    head, place = h + head_first, c * gl.num_programs(1) + h
+    """Arguments as `bounded_kernel`, of which the table is not read. Grid (heads of the group, chunks) if HEADS_FIRST,
+    so that programs side by side read and write whole rows; else (chunks, heads)."""
+    if HEADS_FIRST:
+        c, h, heads = gl.program_id(1).to(gl.int64), gl.program_id(0), gl.num_programs(0)
+    else:
+        c, h, heads = gl.program_id(0).to(gl.int64), gl.program_id(1), gl.num_programs(1)
+    head, place = h + head_first, c * heads + h
     first, length = gl.load(chunks_ptr + c * 3).to(gl.int64), gl.load(chunks_ptr + c * 3 + 1)
     q_ptr, k_ptr = q_ptr + first * q_row + head * K, k_ptr + first * k_row + head * K
     v_ptr, g_ptr = v_ptr + first * v_row + head * K, g_ptr + first * g_row + head * K
@@ -220,7 +224,7 @@ def column_kernel(
     u = warpgroup_mma(solved, values, zeros, use_acc=False, is_async=True)
     u = warpgroup_mma_wait(0, deps=[u])
     store_rows(u_ptr + place * (C * K), u)
-    # keys as they were decayed for pairs: of the second half first, then from the chunk's middle to that of the first half
+    # keys as they were decayed for pairs: the second half's first, taken from its 16th token to that of the first half
     j = gl.arange(0, C, gl.SliceLayout(0, gl.DotOperandLayout(0, WIDE, 2)))[None, :]
     none = gl.zeros_like(solved)
     w = warpgroup_mma(gl.where(j < HALF, none, solved), kr, zeros, use_acc=False, is_async=True)

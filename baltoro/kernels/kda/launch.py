@@ -34,6 +34,23 @@ class Launch:
 
 
 @dataclass(frozen=True, slots=True)
+class Columns:
+    """How `gluon_prepare` is launched. Three programs a multiprocessor have 168 registers a thread. heads_first: if
+    programs side by side are the heads of a chunk, not the chunks of a head."""
+
+    registers: int | None = 168
+    heads_first: bool = True
+
+    def options(self) -> dict[str, int]:
+        """Of a launch."""
+        found = {"num_warps": 4, "HEADS_FIRST": self.heads_first}
+        return found if self.registers is None else found | {"maxnreg": self.registers}
+
+    def grid(self, chunks: int, heads: int) -> tuple[int, int]:
+        return (heads, chunks) if self.heads_first else (chunks, heads)
+
+
+@dataclass(frozen=True, slots=True)
 class Config:
     """One for each kernel that has a choice. is_direct: the serial part multiplies by the inverse: its chain is longer,
     and the preparation shorter. bounded: of `triton_bounded`, which prepares chunks of bounded gates where given."""
@@ -46,7 +63,7 @@ class Config:
     # whether its inverse goes by blocks of 16 that a warp has, up to there; else all levels by whole products
     has_blocks: bool = True
     # of `gluon_prepare`, which does the same on Hopper for BF16 and heads of 128
-    columns: Launch | None = None
+    columns: Columns | None = None
     # whether `gluon_scan` has the serial part, under the same conditions
     has_copies: bool = False
 
@@ -63,7 +80,7 @@ class Config:
         """How, where it can: half a chunk at the bound must stay within what bf16 holds."""
         return self.bounded if is_bounded and chunk in BOUNDED_CHUNKS else None
 
-    def prepares_columns(self, inputs: Sequence[Tensor], *, chunk: int, is_bounded: bool) -> Launch | None:
+    def prepares_columns(self, inputs: Sequence[Tensor], *, chunk: int, is_bounded: bool) -> Columns | None:
         """The same of `columns`; inputs q, k, v, g."""
         is_fit = is_bounded and chunk == 64 and not self.is_direct
         kinds = [x.dtype for x in inputs]

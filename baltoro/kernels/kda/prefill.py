@@ -178,7 +178,7 @@ class Call:
         if num and columns is not None:
             from baltoro.kernels.kda.gluon_prepare import column_kernel
 
-            column_kernel[(num, heads)](*arguments, **columns.options())
+            column_kernel[columns.grid(num, heads)](*arguments, **columns.options())
         elif num and self.bounded is not None:
             options |= {"BLOCK": self.bounded.block, "HAS_BLOCKS": self.config.has_blocks} | self.bounded.options()
             bounded_kernel[(num, heads)](*arguments, **options)
