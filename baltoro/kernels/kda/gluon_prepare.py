@@ -27,6 +27,7 @@ HALF: gl.constexpr = gl.constexpr(32)
 K: gl.constexpr = gl.constexpr(128)
 COLUMN: gl.constexpr = gl.constexpr(gl.BlockedLayout([1, 16, 2], [1, 1, 32], [2, 1, 2], [2, 1, 0]))
 ROW: gl.constexpr = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))
+GATES: gl.constexpr = gl.constexpr(gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0]))
 SQUARE: gl.constexpr = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 NARROW: gl.constexpr = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 WIDE: gl.constexpr = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
@@ -72,9 +73,9 @@ def square_product(a, b, tile):
 
 
 @gluon.jit
-def invert(lower, first, second):
-    """(I + L)^-1 of a strictly lower L [64, 64]: of a block [[A, 0], [B, D]] of inverses A, D, B becomes -D B A. Up to
-    16 tokens by blocks of the diagonal that a warp has."""
+def invert_blocks(lower):
+    """(I + L)^-1 of the blocks of 16 on the diagonal of a strictly lower L [64, 64], one a warp, the rest zeros. By
+    halving: of a block [[A, 0], [B, D]] of inverses A, D, B becomes -D B A."""
     i = gl.arange(0, C, gl.SliceLayout(1, NARROW))[:, None]
     j = gl.arange(0, C, gl.SliceLayout(0, NARROW))[None, :]
     is_block = i // 16 == j // 16
@@ -89,10 +90,16 @@ def invert(lower, first, second):
         small -= small_product(small, small_product(below, small))
     small = gl.convert_layout(small, gl.SliceLayout(2, apart_layout))
     spread = small[:, :, None, :] + gl.zeros([4, 16, 4, 16], gl.float32, apart_layout)
-    inverse = gl.where(is_block, gl.convert_layout(spread.reshape([C, C]), NARROW), 0.0)
-    inverse -= square_product(inverse, square_product(gl.where(corners(i, j, 16), lower, 0.0), inverse, first), second)
-    inverse -= square_product(inverse, square_product(gl.where(corners(i, j, 32), lower, 0.0), inverse, first), second)
-    return inverse
+    return gl.where(is_block, gl.convert_layout(spread.reshape([C, C]), NARROW), 0.0)
+
+
+@gluon.jit
+def merge_inverse(inverse, lower, first, second, SIZE: gl.constexpr):
+    """The same from blocks of SIZE to blocks of twice that; first, second: tiles for products."""
+    i = gl.arange(0, C, gl.SliceLayout(1, NARROW))[:, None]
+    j = gl.arange(0, C, gl.SliceLayout(0, NARROW))[None, :]
+    below = gl.where(corners(i, j, SIZE), lower, 0.0)
+    return inverse - square_product(inverse, square_product(below, inverse, first), second)
 
 
 @gluon.jit
@@ -105,13 +112,27 @@ def masked_pairs(within, across, HAS_SELF: gl.constexpr):
 
 
 @gluon.jit
-def store_rows(at, values):
-    """[64, 128] or [64, 64] to rows that follow each other."""
+def store_rows(at, tile, values, LAYOUT: gl.constexpr):
+    """[64, n] to rows that follow each other, through a tile that no one else uses until the next barrier."""
     N: gl.constexpr = values.shape[1]
-    layout: gl.constexpr = ROW if N == K else SQUARE
-    values = gl.convert_layout(values.to(gl.bfloat16), layout)
-    i, n = gl.arange(0, C, gl.SliceLayout(1, layout)), gl.arange(0, N, gl.SliceLayout(0, layout))
-    gl.store(at + (i[:, None] * N + n[None, :]), values)
+    tile.store(values.to(gl.bfloat16))
+    gl.thread_barrier()
+    i, n = gl.arange(0, C, gl.SliceLayout(1, LAYOUT)), gl.arange(0, N, gl.SliceLayout(0, LAYOUT))
+    gl.store(at + (i[:, None] * N + n[None, :]), tile.load(LAYOUT))
+
+
+@gluon.jit
+def fetch(tile, start, row, length, LAYOUT: gl.constexpr):
+    """Rows of a chunk, zeros behind the last one, as a group of their own."""
+    i, n = gl.arange(0, C, gl.SliceLayout(1, LAYOUT))[:, None], gl.arange(0, K, gl.SliceLayout(0, LAYOUT))[None, :]
+    async_copy.async_copy_global_to_shared(tile, start + (i * row + n), mask=(i < length) & (n < K))
+    async_copy.commit_group()
+
+
+@gluon.jit
+def part(tile, PART: gl.constexpr):
+    """Half the tokens of both halves [2, 16, 128] of a tile [64, 128]."""
+    return tile.reshape([2, HALF, K]).slice(PART * 16, 16, dim=1).load(COLUMN)
 
 
 @gluon.jit
@@ -155,15 +176,22 @@ def column_kernel(
     q_ptr, k_ptr = q_ptr + first * q_row + head * K, k_ptr + first * k_row + head * K
     v_ptr, g_ptr = v_ptr + first * v_row + head * K, g_ptr + first * g_row + head * K
     beta_ptr += first * beta_row + head
+    g_tile = gl.allocate_shared_memory(gl.float32, [C, K], PLAIN)
+    k_tile = gl.allocate_shared_memory(gl.bfloat16, [C, K], TILE)
+    q_tile = gl.allocate_shared_memory(gl.bfloat16, [C, K], TILE)
+    fetch(g_tile, g_ptr, g_row, length, GATES)
+    fetch(k_tile, k_ptr, k_row, length, ROW)
+    fetch(q_tile, q_ptr, q_row, length, ROW)
+    i, j = gl.arange(0, C, gl.SliceLayout(1, NARROW)), gl.arange(0, C, gl.SliceLayout(0, NARROW))
+    beta = gl.load(beta_ptr + i * beta_row, mask=i < length, other=0.0)
     half = gl.arange(0, 2, gl.SliceLayout(1, gl.SliceLayout(2, COLUMN)))[:, None, None]
     row = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, COLUMN)))[None, :, None]
     channel = gl.arange(0, K, gl.SliceLayout(0, gl.SliceLayout(1, COLUMN)))[None, None, :]
     # first and second 16 tokens of each half
     early, late = half * HALF + row, half * HALF + row + 16
-    g_early = gl.load(g_ptr + (early * g_row + channel), mask=early < length, other=0.0)
-    g_late = gl.load(g_ptr + (late * g_row + channel), mask=late < length, other=0.0)
-    k_early = gl.load(k_ptr + (early * k_row + channel), mask=early < length, other=0.0)
-    k_late = gl.load(k_ptr + (late * k_row + channel), mask=late < length, other=0.0)
+    async_copy.wait_group(2)
+    gl.thread_barrier()
+    g_early, g_late = part(g_tile, 0), part(g_tile, 1)
     g_early, g_late = gl.associative_scan(g_early, 1, add), gl.associative_scan(g_late, 1, add)
     vector: gl.constexpr = gl.SliceLayout(1, COLUMN)
     # [2, 128]: of all 16 tokens
@@ -179,43 +207,40 @@ def column_kernel(
     into, rest = gl.exp2(before), gl.exp2(after)
     factors = gl.allocate_shared_memory(gl.float32, [2, K], PLAIN, into)
     rests = gl.allocate_shared_memory(gl.float32, [2, K], PLAIN, rest)
-    q_early = gl.load(q_ptr + (early * q_row + channel), mask=early < length, other=0.0)
+    async_copy.wait_group(0)
+    gl.thread_barrier()
     kc = gl.allocate_shared_memory(gl.bfloat16, [C, K], TILE)
     kx = gl.allocate_shared_memory(gl.bfloat16, [C, K], TILE)
-    kr = gl.allocate_shared_memory(gl.bfloat16, [C, K], TILE)
-    qr = gl.allocate_shared_memory(gl.bfloat16, [C, K], TILE)
     k_out, q_in = k_out_ptr + place * (C * K), q_in_ptr + place * (C * K)
-    columns(g_early, k_early, kc, kx, k_out, early, channel, cross, rest, tail, 0)
-    rows(g_early, k_early, q_early, kr, qr, q_in, early, channel, into, lead, scale, 0)
-    q_late = gl.load(q_ptr + (late * q_row + channel), mask=late < length, other=0.0)
-    columns(g_late, k_late, kc, kx, k_out, late, channel, cross, rest, tail, 1)
-    rows(g_late, k_late, q_late, kr, qr, q_in, late, channel, into, lead, scale, 1)
+    k = part(k_tile, 0)
+    columns(g_early, k, kc, kx, k_out, early, channel, cross, rest, tail, 0)
+    rows(g_early, k, part(q_tile, 0), k_tile, q_tile, q_in, early, channel, into, lead, scale, 0)
+    k = part(k_tile, 1)
+    columns(g_late, k, kc, kx, k_out, late, channel, cross, rest, tail, 1)
+    rows(g_late, k, part(q_tile, 1), k_tile, q_tile, q_in, late, channel, into, lead, scale, 1)
     fence_async_shared()
     gl.thread_barrier()
 
     zeros = gl.zeros([C, C], gl.float32, NARROW)
-    within = warpgroup_mma(kr, kc.permute((1, 0)), zeros, use_acc=False, is_async=True)
-    across = warpgroup_mma(kr, kx.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    within = warpgroup_mma(k_tile, kc.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    across = warpgroup_mma(k_tile, kx.permute((1, 0)), zeros, use_acc=False, is_async=True)
     within, across = warpgroup_mma_wait(0, deps=[within, across])
-    i = gl.arange(0, C, gl.SliceLayout(1, NARROW))
-    j = gl.arange(0, C, gl.SliceLayout(0, NARROW))
-    beta = gl.load(beta_ptr + i * beta_row, mask=i < length, other=0.0)
     lower = masked_pairs(within, across, False) * beta[:, None]
-    within = warpgroup_mma(qr, kc.permute((1, 0)), zeros, use_acc=False, is_async=True)
-    across = warpgroup_mma(qr, kx.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    within = warpgroup_mma(q_tile, kc.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    across = warpgroup_mma(q_tile, kx.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    inverse = invert_blocks(lower)  # meanwhile
     within, across = warpgroup_mma_wait(0, deps=[within, across])
     gl.thread_barrier()  # every warp has read the tiles, others take their place
-    store_rows(a_ptr + place * (C * C), masked_pairs(within, across, True))
+    square = gl.allocate_shared_memory(gl.bfloat16, [C, C], TILE)
+    store_rows(a_ptr + place * (C * C), square, masked_pairs(within, across, True), SQUARE)
 
     values = gl.allocate_shared_memory(gl.bfloat16, [C, K], TILE)
-    i = gl.arange(0, C, gl.SliceLayout(1, ROW))[:, None]
-    n = gl.arange(0, K, gl.SliceLayout(0, ROW))[None, :]
-    async_copy.async_copy_global_to_shared(values, v_ptr + (i * v_row + n), mask=(i < length) & (n < K))
-    async_copy.commit_group()
+    fetch(values, v_ptr, v_row, length, ROW)
     one = gl.allocate_shared_memory(gl.float16, [C, C], TILE)
     two = gl.allocate_shared_memory(gl.float16, [C, C], TILE)
     beta = gl.load(beta_ptr + j * beta_row, mask=j < length, other=0.0)
-    solved = (invert(lower, one, two) * beta[None, :]).to(gl.bfloat16)
+    inverse = merge_inverse(merge_inverse(inverse, lower, one, two, 16), lower, one, two, 32)
+    solved = (inverse * beta[None, :]).to(gl.bfloat16)
     solved = gl.convert_layout(solved, gl.DotOperandLayout(0, WIDE, 2))
     async_copy.wait_group(0)
     fence_async_shared()
@@ -223,12 +248,13 @@ def column_kernel(
     zeros = gl.zeros([C, K], gl.float32, WIDE)
     u = warpgroup_mma(solved, values, zeros, use_acc=False, is_async=True)
     u = warpgroup_mma_wait(0, deps=[u])
-    store_rows(u_ptr + place * (C * K), u)
+    store_rows(u_ptr + place * (C * K), q_tile, u, ROW)
     # keys as they were decayed for pairs: the second half's first, taken from its 16th token to that of the first half
     j = gl.arange(0, C, gl.SliceLayout(0, gl.DotOperandLayout(0, WIDE, 2)))[None, :]
     none = gl.zeros_like(solved)
-    w = warpgroup_mma(gl.where(j < HALF, none, solved), kr, zeros, use_acc=False, is_async=True)
+    w = warpgroup_mma(gl.where(j < HALF, none, solved), k_tile, zeros, use_acc=False, is_async=True)
     w = warpgroup_mma_wait(0, deps=[w]) * factors.slice(1, 1, dim=0).load(WIDE)
-    w = warpgroup_mma(gl.where(j < HALF, solved, none), kr, w * rests.slice(0, 1, dim=0).load(WIDE), is_async=True)
+    w = warpgroup_mma(gl.where(j < HALF, solved, none), k_tile, w * rests.slice(0, 1, dim=0).load(WIDE), is_async=True)
     w = warpgroup_mma_wait(0, deps=[w]) * factors.slice(0, 1, dim=0).load(WIDE)
-    store_rows(w_ptr + place * (C * K), w)
+    gl.thread_barrier()
+    store_rows(w_ptr + place * (C * K), q_tile, w, ROW)
