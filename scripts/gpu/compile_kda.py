@@ -83,7 +83,7 @@ def gluon_cases(launches: Iterable[launch.Columns]) -> Iterator[Case]:
         constants = {"HEADS_FIRST": options.pop("HEADS_FIRST")}
         yield f"columns {one.registers or ''}", gluon_prepare.column_kernel, constants, CHUNK_TYPES, options
     for is_cut in (True, False):
-        cut = {"IS_CUT": is_cut}
+        cut = {"IS_CUT": is_cut, "IS_EARLY": is_cut}
         yield f"copies {is_cut}", gluon_scan.column_scan_kernel, cut, CHUNK_TYPES, {"num_warps": 8}
     yield "copies fragment", gluon_scan.column_fragment_kernel, {}, CHUNK_TYPES, {"num_warps": 8}
 

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from baltoro.bench.kernels.replays import replay_seconds
 from baltoro.kernels.kda import prefill
-from baltoro.kernels.kda.launch import Columns, Config, Launch
+from baltoro.kernels.kda.launch import Columns, Config, Copies, Launch
 from baltoro.kernels.kda.reference import l2_norm
 from scripts.gpu.prefill_checks import BEGUN, BF16, F32, Case, attempt, default, fit, gap, inputs, say
 
@@ -39,12 +39,13 @@ Variant = tuple[str, str, Config]
 def variants() -> Iterator[Variant]:
     """Promising ones of all parts first."""
     now = default(BF16)
-    new = replace(now, columns=Columns(), has_copies=True)
+    new = replace(now, columns=Columns(), copies=Copies())
     yield "prepare", "columns, 3 programs", new
     yield "scan", "copies", new
     yield "fragment", "copies", new
     yield "prepare", "columns, 2 programs", replace(new, columns=Columns(None))
     yield "prepare", "columns, 3 programs, chunks first", replace(new, columns=Columns(heads_first=False))
+    yield "scan", "copies, not early", replace(new, copies=Copies(is_early=False))
     yield "prepare", "as it is", now
     yield "scan", "as it is", now
     yield "fragment", "as it is", now
@@ -186,7 +187,7 @@ def joined(found: dict[str, Config]) -> Config:
     """The parts that were fastest, of each one's configuration."""
     config = found.get("prepare", default(BF16))
     scan, fragment = found.get("scan", config), found.get("fragment", config)
-    return replace(config, scan=scan.scan, fragment=fragment.fragment, has_copies=scan.has_copies)
+    return replace(config, scan=scan.scan, fragment=fragment.fragment, copies=scan.copies)
 
 
 def measure(part: str, config: Config, shape: tuple[int, int, int, tuple[int, ...]], pieces: int) -> float:

@@ -40,11 +40,13 @@ TILE: gl.constexpr = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
 
 @gluon.jit
 def add(a, b):
+    """Of a scan."""
     return a + b
 
 
 @gluon.jit
 def add_both(a, b, c, d):
+    """Of a sum of pairs."""
     return a + c, b + d
 
 

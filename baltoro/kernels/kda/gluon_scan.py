@@ -39,6 +39,7 @@ def fetch(rows, tiles, ready, place, slot, wanted, BYTES: gl.constexpr):
 
 @gluon.jit
 def buffers():
+    """For rows of 128."""
     return gl.allocate_shared_memory(gl.bfloat16, [BUFFERS, C, K], TILE)
 
 
@@ -56,9 +57,10 @@ def bells():
 @gluon.jit(do_not_specialize=["num_spans", "num_heads", "head_first"])
 def column_scan_kernel(
     w_rows, u_rows, k_rows, q_rows, a_rows, gamma_ptr, chunks_ptr, segments_ptr, order_ptr, entering_ptr,
-    out_ptr, after_ptr, num_spans, num_heads, head_first, IS_CUT: gl.constexpr,
+    out_ptr, after_ptr, num_spans, num_heads, head_first, IS_CUT: gl.constexpr, IS_EARLY: gl.constexpr,
 ):  # fmt: skip
-    """Grid (heads of the group, segments). *_rows: descriptors of [chunks * heads * 64, 128 or 64]."""
+    """Grid (heads of the group, segments). *_rows: descriptors of [chunks * heads * 64, 128 or 64]. IS_EARLY: U is made
+    while the queries' product is under way."""
     h, heads = gl.program_id(0), gl.num_programs(0)
     segment = gl.load(order_ptr + gl.program_id(1)).to(gl.int64)
     span, first = gl.load(segments_ptr + segment * 4).to(gl.int64), gl.load(segments_ptr + segment * 4 + 1)
@@ -90,7 +92,10 @@ def column_scan_kernel(
         zeros = gl.zeros([C, K], gl.float32, SUMS)
         held = warpgroup_mma(w.index(slot), states, zeros, use_acc=False, is_async=True)
         o = warpgroup_mma(queries.index(slot), states, zeros, use_acc=False, is_async=True)
-        held, o = warpgroup_mma_wait(0, deps=[held, o])
+        if IS_EARLY:
+            held = warpgroup_mma_wait(1, deps=[held])
+        else:
+            held, o = warpgroup_mma_wait(0, deps=[held, o])
         fixed.store((u.index(slot).load(SUMS).to(gl.float32) - held).to(gl.bfloat16))
         state *= gamma[:, None]
         fence_async_shared()

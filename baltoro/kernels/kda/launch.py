@@ -51,6 +51,13 @@ class Columns:
 
 
 @dataclass(frozen=True, slots=True)
+class Copies:
+    """How `gluon_scan` is launched. is_early: whether U is made while the queries' product is under way."""
+
+    is_early: bool = True
+
+
+@dataclass(frozen=True, slots=True)
 class Config:
     """One for each kernel that has a choice. is_direct: the serial part multiplies by the inverse: its chain is longer,
     and the preparation shorter. bounded: of `triton_bounded`, which prepares chunks of bounded gates where given."""
@@ -64,8 +71,8 @@ class Config:
     has_blocks: bool = True
     # of `gluon_prepare`, which does the same on Hopper for BF16 and heads of 128
     columns: Columns | None = None
-    # whether `gluon_scan` has the serial part, under the same conditions
-    has_copies: bool = False
+    # of `gluon_scan`, which has the serial part under the same conditions
+    copies: Copies | None = None
 
     def fit(self, *, keys: int, values: int) -> Config:
         """With blocks that a head of these sizes has."""
@@ -73,8 +80,8 @@ class Config:
         bounded = None if self.bounded is None else _fit(self.bounded, small)
         parts = _fit(self.prepare, small), _fit(self.scan, values), _fit(self.fragment, small)
         columns = self.columns if keys == values == 128 else None
-        has_copies = self.has_copies and keys == values == 128
-        return Config(*parts, self.is_direct, bounded, self.has_blocks, columns, has_copies)
+        copies = self.copies if keys == values == 128 else None
+        return Config(*parts, self.is_direct, bounded, self.has_blocks, columns, copies)
 
     def prepares_bounded(self, *, chunk: int, is_bounded: bool) -> Launch | None:
         """How, where it can: half a chunk at the bound must stay within what bf16 holds."""

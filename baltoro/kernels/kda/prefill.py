@@ -25,6 +25,7 @@ from baltoro.kernels.kda.launch import (
     BOUNDED_GROUP,
     MERGE_ROWS,
     Config,
+    Copies,
     Launch,
     Products,
     bounded_matrices,
@@ -188,10 +189,10 @@ class Call:
         return w, u, k_out, q_in, a, gamma
 
     @property
-    def copies(self) -> bool:
-        """Whether `gluon_scan` has the serial part."""
-        is_fit = self.out.dtype == torch.bfloat16 and self.shape["C"] == 64
-        return self.config.has_copies and is_fit and not self.config.is_direct
+    def copies(self) -> Copies | None:
+        """How `gluon_scan` has the serial part."""
+        is_fit = self.out.dtype == torch.bfloat16 and self.shape["C"] == 64 and not self.config.is_direct
+        return self.config.copies if is_fit else None
 
     def enter(self, made: Made, v: Tensor, first: int, heads: int) -> Tensor:
         """States entering all segments [segments, heads, V, K]; v [T, H, V]."""
@@ -202,7 +203,7 @@ class Call:
         fragments = self.state.new_empty(num, heads, values + keys, keys)
         entering = self.state.new_empty(num, heads, values, keys)
         w, u, k_out, _, _, gamma = made
-        if self.copies:
+        if self.copies is not None:
             from baltoro.kernels.kda.gluon_scan import column_fragment_kernel
 
             column_fragment_kernel[(2, heads, len(plan.fragments))](
@@ -225,14 +226,14 @@ class Call:
         from baltoro.kernels.kda.triton_chunk import scan_kernel
 
         plan, tables, shape, config = self.plan, self.tables, self.shape, self.config.scan
-        if plan.chunks and self.copies:
+        if plan.chunks and self.copies is not None:
             from baltoro.kernels.kda.gluon_scan import column_scan_kernel
 
             *rows, gamma = made
             column_scan_kernel[(heads, len(plan.segments))](
                 *(descriptors(*rows)), gamma, tables["chunks"], tables["segments"], tables["order"], entering,
                 self.out, self.after, len(plan.spans), self.out.shape[1], first,
-                IS_CUT=bool(plan.fragments), num_warps=8,
+                IS_CUT=bool(plan.fragments), IS_EARLY=self.copies.is_early, num_warps=8,
             )  # fmt: skip
         elif plan.segments:
             scan_kernel[(shape["V"] // config.block, heads, len(plan.segments))](
