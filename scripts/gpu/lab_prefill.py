@@ -27,7 +27,7 @@ from baltoro.bench.kernels.replays import replay_seconds
 from baltoro.kernels.kda import prefill
 from baltoro.kernels.kda.launch import Columns, Config, Copies, Launch
 from baltoro.kernels.kda.reference import l2_norm
-from scripts.gpu.prefill_checks import BEGUN, BF16, F32, Case, attempt, default, fit, gap, inputs, say
+from scripts.gpu.prefill_checks import BEGUN, BF16, F32, Case, attempt, default, fit, inputs, say
 
 FOLDER = Path(tempfile.gettempdir())
 # tokens, spans, heads, segments of each span to try
@@ -180,7 +180,6 @@ def sweep(jobs: list[tuple[Variant, AsyncResult[str]]], until: float) -> None:
     for part, n, us, name in sorted(rows):
         shape = SHAPES[n]
         print(f"{part:10} {shape[:3]!s:15} {us:8.0f} us {us / floor(part, shape):5.2f} x floor  {name}", flush=True)
-    attempt("cut", cut_gap)
 
 
 def joined(found: dict[str, Config]) -> Config:
@@ -203,22 +202,6 @@ def floor(part: str, shape: tuple[int, int, int, tuple[int, ...]]) -> float:
     """us: q k v bf16 and g fp32 in, workspace out; workspace in, outputs out; w u k R in."""
     each = {"prepare": 1284 + 1160, "scan": 1160 + 256, "fragment": 776}[part]
     return 1e6 * shape[0] * shape[2] * each / 4.24e12
-
-
-def cut_gap() -> None:
-    """What cutting a long span changes: with fragments of bf16 and of TF32 products, against the uncut one."""
-    shape, found = SHAPES[1], {}
-    tokens, _, heads, (pieces, *_) = shape
-    for name, count, kind in (("uncut", 1, ""), ("bf16", pieces, "bf16"), ("tf32", pieces, "tf32")):
-        call, tensors = bench_call(shape, default(BF16), count)
-        if kind == "tf32":
-            call = replace(call, kinds=replace(call.kinds, fragment=kind))
-            call = replace(call, config=replace(call.config, fragment=Launch(64, 4, 2)))
-        call.run(tensors, 0, heads, 128**-0.5)
-        found[name] = call.out, call.after
-    for name in ("bf16", "tf32"):
-        gaps = [gap(got, exact) for got, exact in zip(found[name], found["uncut"], strict=True)]
-        say(f"CUT {tokens} tokens in {pieces}, {name} fragments, against uncut: o {gaps[0]:.1e} states {gaps[1]:.1e}")
 
 
 def dry() -> None:

@@ -10,7 +10,7 @@ Source: spec/kernels.md A.6 to A.8.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -39,6 +39,8 @@ from baltoro.kernels.spans import Borders, Spans
 
 WORKSPACE_BYTES = 1 << 30
 SIZES = (16, 32, 64, 128)
+# compute capabilities that Gluon's kernels are for
+HOPPER = ((9, 0),)
 
 
 def chunked(
@@ -122,6 +124,8 @@ def plan_call(
     segment_chunks: int | None,
 ) -> Call:
     """What the launches share. v [T, H, V], state [N, H, V, K]."""
+    if machine(v.device.type, v.device.index or 0).capability not in HOPPER:
+        config = replace(config, columns=None, copies=None)
     plan, tables = _tables(layout, chunk, segment_chunks, v.device)
     state, kinds = state.to(torch.float32).contiguous(), products(v.dtype)
     out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
