@@ -20,13 +20,15 @@ from torch import Tensor
 
 from baltoro.cache.host_store import HostStore
 from baltoro.cache.pool import Pool
+from baltoro.cache.windows import WindowRecords
 from baltoro.engine import sampler
 from baltoro.engine.batch import Draw, Plan, Result, Scored, Span, num_pages
 from baltoro.engine.copies import to_device
-from baltoro.engine.graphs import Backend, DecodeGraphs, Report
+from baltoro.engine.graphs import Backend, DecodeGraphs, Report, StepSet, capture_all
 from baltoro.engine.media import build_media
 from baltoro.engine.moves import Mover
 from baltoro.engine.routes import Reading, split_rows
+from baltoro.engine.spec.verify import Verifier
 from baltoro.kernels.precision import acc_dtype
 from baltoro.kernels.spans import Spans
 from baltoro.model.config import K3Config
@@ -84,6 +86,7 @@ class Runner:
         self.quant = quant or FakeQuant()
         self.fixed_slots = fixed_slots
         self.graphs: DecodeGraphs | None = None
+        self.verifier: Verifier | None = None
         self._bank = bank
         self.pool = pool
         self.device = torch.device(device)
@@ -139,8 +142,22 @@ class Runner:
 
         return finish
 
+    def prepare_verify(self, records: WindowRecords, max_pages: int) -> None:
+        """From now on draft windows can be verified, of requests of `max_pages` pages with theirs. Before `capture`."""
+        self.verifier = Verifier(
+            self.model,
+            self.views,
+            records,
+            page_size=self.pool.layout.page_size,
+            max_pages=max_pages,
+            device=self.device,
+            adapter_slots=self.fixed_slots,
+            quant=self.quant,
+        )
+
     def capture(self, max_batch: int, max_pages: int, backend: Backend, report: Report | None = None) -> None:
-        """From now on plans of at most `max_batch` decodes, and of `max_pages` pages each, replay captured steps."""
+        """From now on plans of at most `max_batch` decodes, and of `max_pages` pages each, replay captured steps, and
+        so do verify steps of at most `max_batch` windows."""
         self.graphs = DecodeGraphs(
             self.model,
             self.views,
@@ -148,11 +165,14 @@ class Runner:
             max_pages=max_pages,
             max_batch=max_batch,
             device=self.device,
-            backend=backend,
-            report=report,
             adapter_slots=self.fixed_slots,
             quant=self.quant,
         )
+        sets: list[StepSet] = [self.graphs]
+        if self.verifier is not None:
+            self.verifier.plan_captures(max_batch)
+            sets.insert(0, self.verifier)  # steps of more rows come first
+        capture_all(sets, backend, report)
 
     def _draw(self, logits: Tensor, draws: Sequence[Draw], *, is_captured: bool) -> sampler.Drawn | sampler.Likeliest:
         """Ids of the rows: a captured step has found the likeliest ones already."""
