@@ -90,8 +90,9 @@ class Config:
     def prepares_columns(self, inputs: Sequence[Tensor], *, chunk: int, is_bounded: bool) -> Columns | None:
         """The same of `columns`; inputs q, k, v, g."""
         is_fit = is_bounded and chunk == 64 and not self.is_direct
-        kinds = [x.dtype for x in inputs]
-        return self.columns if is_fit and kinds == [torch.bfloat16] * 3 + [torch.float32] else None
+        q, k, v, g = (x.dtype for x in inputs)
+        is_fit &= q == k and q in (torch.bfloat16, torch.float32) and v == torch.bfloat16 and g == torch.float32
+        return self.columns if is_fit else None
 
 
 @dataclass(frozen=True, slots=True)
