@@ -41,7 +41,7 @@ Variant = tuple[str, str, Config]
 
 def variants() -> Iterator[Variant]:
     """Promising ones of all parts first."""
-    now = default(BF16)
+    now = replace(default(BF16), columns=None, copies=None)
     new = replace(now, columns=Columns(), copies=Copies())
     yield "prepare", "columns, 3 programs", new
     yield "scan", "copies", new
@@ -49,9 +49,9 @@ def variants() -> Iterator[Variant]:
     yield "prepare", "columns, 2 programs", replace(new, columns=Columns(None))
     yield "prepare", "columns, 3 programs, chunks first", replace(new, columns=Columns(heads_first=False))
     yield "scan", "copies, not early", replace(new, copies=Copies(is_early=False))
-    yield "prepare", "as it is", now
-    yield "scan", "as it is", now
-    yield "fragment", "as it is", now
+    yield "prepare", "without Gluon", now
+    yield "scan", "without Gluon", now
+    yield "fragment", "without Gluon", now
     yield "prepare", "whole inverse", replace(now, has_blocks=False)
     yield "prepare", "8 warps", replace(now, bounded=Launch(128, 8, 1))
     yield "prepare", "8 warps, 2 programs", replace(now, bounded=Launch(128, 8, 1, 128))
@@ -179,7 +179,7 @@ def sweep(jobs: list[tuple[Variant, AsyncResult[str]]], until: float) -> None:
     chosen = [
         ("best parts at 96 heads", joined({part: one for (part, n), (_, one) in best.items() if n == 0})),
         ("best parts at 12 heads", joined({part: one for (part, n), (_, one) in best.items() if n == 1})),
-        ("as it is", default(BF16)),
+        ("without Gluon", replace(default(BF16), columns=None, copies=None)),
     ]
     for name, config in chosen:
         for shape in SHAPES:
