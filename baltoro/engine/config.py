@@ -53,6 +53,8 @@ class EngineConfig:
                       that has the base for itself and where they take at most 1 GiB
     expert_inputs     mxfp8: what the routed experts' products read is rounded to MXFP8 (W4A8); plain: it is not. A
                       policy trainer on this engine does the same
+    keeps_routed_experts  which experts the routers took lies behind the KV of each token, so that a request may ask for
+                      it (return_routed_experts); 2 bytes a token, layer and expert taken
     max_logit_rows    rows whose logits one step may hold for prompt logprobs (each is vocab_size values)
     graph_batch       steps of up to so many decodes are captured as CUDA graphs at the start; 0 is off
     verify_window     tokens of a draft window, the last drawn one and its drafts: verify steps get their memory, and
@@ -89,6 +91,7 @@ class EngineConfig:
     base_path: str = ""
     expert_weights: Literal["auto", "packed", "dense"] = "auto"
     expert_inputs: Literal["plain", "mxfp8"] = "plain"
+    keeps_routed_experts: bool = False
     max_logit_rows: int = 256
     dtype: str = "auto"
     device: str = "cpu"

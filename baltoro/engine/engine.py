@@ -136,6 +136,7 @@ class Engine:
                 stop_rule=self._stop_rules(params) if self._stop_rules is not None else None,
                 mask=self._masks(submit) if self._masks is not None else None,
                 media=runs,
+                wants_routes=submit.return_routed_experts,
             )
             for index in range(submit.n)
         ]
@@ -159,6 +160,11 @@ class Engine:
             raise RequestError(f"logit_bias names an id outside 0..{vocab - 1}", param="logit_bias")
         if any(not 0 <= token < vocab for token in params.stop_token_ids):
             raise RequestError(f"stop_token_ids has an id outside 0..{vocab - 1}", param="stop_token_ids")
+        if submit.return_routed_experts and not self.config.keeps_routed_experts:
+            raise RequestError(
+                "this engine does not keep which experts its routers took: start it with keeps_routed_experts",
+                param="return_routed_experts",
+            )
         if submit.adapter is not None:
             self.adapters.select(submit.adapter)
         if self.scheduler.is_alive(submit.request_id):

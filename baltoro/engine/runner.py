@@ -27,6 +27,7 @@ from baltoro.engine.copies import to_device
 from baltoro.engine.graphs import Backend, DecodeGraphs, Report, StepSet, capture_all
 from baltoro.engine.media import build_media
 from baltoro.engine.moves import Mover
+from baltoro.engine.routes import Reading, split_rows
 from baltoro.engine.spec.verify import Verifier
 from baltoro.kernels.precision import acc_dtype
 from baltoro.kernels.spans import Spans
@@ -89,7 +90,7 @@ class Runner:
         self._bank = bank
         self.pool = pool
         self.device = torch.device(device)
-        self.views = cache_views(pool)
+        self.views, self._routes = cache_views(pool, model.config)
         self._mover = Mover(pool, host)
         self._ids: Tensor | None = None  # drawn by the last plan issued
 
@@ -124,6 +125,9 @@ class Runner:
                 scores.append(sampler.score(part, span.targets, span.num_top).to_host())
                 done += len(span.targets)
         on_host = None if drawn is None else drawn.to_host()
+        reading = None
+        if self._routes is not None and any(span.routes_from is not None for span in plan.spans):
+            reading = Reading(self._routes, plan.spans, self.pool.layout.page_size)
         event = None
         if self.device.type == "cuda":
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -133,7 +137,8 @@ class Runner:
             if event is not None:
                 event.synchronize()
             found = [] if on_host is None else on_host.found()
-            return Result(found, [Scored(*score.lists()) for score in scores])
+            scored = [Scored(*score.lists()) for score in scores]
+            return Result(found, scored, [] if reading is None else reading.parts())
 
         return finish
 
@@ -225,15 +230,20 @@ class Runner:
         return to_device(there, self.device)
 
 
-def cache_views(pool: Pool) -> CacheViews:
-    """The pool's views, one a layer, as the model wants them."""
+def cache_views(pool: Pool, config: K3Config) -> tuple[CacheViews, Tensor | None]:
+    """The pool's views, one a layer, as the model wants them; and routes of all layers, int16 [rows, Y, A], where rows
+    have them behind their KV."""
     recurrent, conv = pool.slot_views() if pool.layout.slot_parts else (None, None)
-    rows = pool.row_view()
-    return CacheViews(
+    rows, routes, row = pool.row_view(), None, pool.layout.row
+    if rows is not None and row is not None and len(row.shape) == 1:
+        rows, routes = split_rows(rows, config)
+    views = CacheViews(
         recurrent=() if recurrent is None else recurrent.unbind(1),
         conv=() if conv is None else conv.unbind(1),
         kv=() if rows is None else rows.unbind(2),
+        routes=() if routes is None else routes.unbind(1),
     )
+    return views, routes
 
 
 def _logit_rows(spans: Sequence[Span]) -> tuple[list[int], list[int]]:

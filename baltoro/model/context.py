@@ -21,6 +21,7 @@ from baltoro.kernels.dispatch import Kernels, kernels_for
 from baltoro.kernels.kda.fused_reference import Window
 from baltoro.kernels.lora.rows import AdapterRows
 from baltoro.kernels.spans import Borders, Spans
+from baltoro.model.routes import Routes
 from baltoro.model.state import CacheViews
 
 
@@ -115,6 +116,7 @@ class ForwardContext:
     fixed_slots  terms of adapters in fixed form for so many slots (`AdapterRows.fixed`); 0: row by row
     captured     adapters of the rows where only the device knows them, in fixed form: decodes of a captured step
     windows      the decodes are draft windows: their KDA states stay as they are
+    routes       experts to be taken instead of those that the routers would choose (training); None: they choose
     """
 
     tokens: Tensor
@@ -129,6 +131,7 @@ class ForwardContext:
     fixed_slots: int = 0
     captured: AdapterRows | None = None
     windows: DraftWindows | None = None
+    routes: Routes | None = None
 
     def __post_init__(self) -> None:
         if self.tokens.shape != (self.spans.num_tokens,):
@@ -145,6 +148,8 @@ class ForwardContext:
             raise ShapeError("decode spans need a cache")
         if self.adapters is not None and len(self.adapters) != len(self.spans):
             raise ShapeError(f"{len(self.adapters)} adapter slots for {len(self.spans)} spans")
+        if self.routes is not None and len(self.routes.ids) != len(self.tokens):
+            raise ShapeError(f"routes of {len(self.routes.ids)} tokens for {len(self.tokens)} rows")
         if self.cache is not None:
             self._check_snapshots(self.cache.snapshots)
 
@@ -290,7 +295,10 @@ def train_context(
     fake_quant: FakeQuant | None = None,
     media: Media | None = None,
     adapters: tuple[int, ...] | None = None,
+    routes: Routes | None = None,
 ) -> ForwardContext:
     """The context of a packed training batch: documents of `lengths` tokens, no cache, logits everywhere."""
     spans, quant = Spans.build(lengths, device=tokens.device), fake_quant or FakeQuant()
-    return ForwardContext(tokens, spans, media=media, fake_quant=quant, is_training=True, adapters=adapters)
+    return ForwardContext(
+        tokens, spans, media=media, fake_quant=quant, is_training=True, adapters=adapters, routes=routes
+    )

@@ -13,7 +13,7 @@ from __future__ import annotations
 import gc
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ from baltoro.model.lora import AdapterBank, add_adapters
 from baltoro.trainer.aggregate import Totals, mean_log_ratios, row_weights
 from baltoro.trainer.policy_config import PolicyConfig
 from baltoro.trainer.policy_loss import policy_terms
-from baltoro.trainer.policy_sample import PolicyBatch, PolicySample, pack_policy
+from baltoro.trainer.policy_sample import PolicyBatch, PolicySample, Replayed, pack_policy, replayed
 from baltoro.trainer.ratio import Drift, drift, reference_kl, tis_weights
 
 SLOT = 1
@@ -55,7 +55,8 @@ class PolicyRecord:
     drift   the engine's logprobs against the trainer's before the update, of tokens that this version sampled
     ratio   the same of all counted tokens: with older ones among them, how far the policy has moved since
     num_grads   factors with a gradient that is not zero, of `num_factors`; clip_low, clip_high: shares of tokens
-    probe       largest change of the B factor with the largest gradient: it must move where the rate is not 0
+    probe   largest change of the B factor with the largest gradient: it must move where the rate is not 0
+    replayed    how far the engine's routes were replayed; all 0 where they are not
     """
 
     loss: float
@@ -71,6 +72,7 @@ class PolicyRecord:
     probe: float
     lr: float
     tis_cut: float = 0.0
+    replayed: Replayed = field(default_factory=Replayed)
 
 
 def first_adapter(
@@ -147,9 +149,11 @@ class PolicyTrainer:
 
     # ---- forwards ------------------------------------------------------------------------------------------------
     def logprobs(self, batch: PolicyBatch, *, has_adapter: bool = True) -> Tensor:
-        """Of the targets of the counted rows: [M] in the accumulate dtype, of the model's own distribution."""
+        """Of the targets of the counted rows: [M] in the accumulate dtype, of the model's own distribution. The batch's
+        routes are replayed if it has any; not without the adapter, since they are the policy's, not the base's."""
         adapters = (SLOT,) * len(batch.lengths) if has_adapter else None
-        ctx = train_context(batch.tokens, batch.lengths, adapters=adapters, fake_quant=self.quant)
+        routes = batch.routes if has_adapter else None
+        ctx = train_context(batch.tokens, batch.lengths, adapters=adapters, fake_quant=self.quant, routes=routes)
         hidden = self.model.hidden(ctx)
         logits = self.model.logits(hidden[batch.rows])
         logits = logits.to(acc_dtype(logits.dtype))
@@ -167,7 +171,8 @@ class PolicyTrainer:
     # ---- a step --------------------------------------------------------------------------------------------------
     def step(self, samples: Sequence[PolicySample]) -> PolicyRecord | None:
         """Move the adapter by one step; None where no token counts, and then nothing moved."""
-        batches = [batch.to(self.model.device) for batch in pack_policy(samples, self.micro_tokens)]
+        packed = pack_policy(samples, self.micro_tokens, self.model.config)
+        batches = [batch.to(self.model.device) for batch in packed]
         if not batches:
             return None
         lengths = torch.tensor([sample.num_counted for sample in samples], device=self.model.device)
@@ -195,6 +200,7 @@ class PolicyTrainer:
             probe=float((self.masters[probed].detach() - before).abs().max()),
             lr=lr,
             tis_cut=sum(part.num_cut for part in parts) / of_step.tokens,
+            replayed=sum((part.replayed for part in parts), Replayed()),
         )
 
     def _backward(self, batch: PolicyBatch, of_step: Totals) -> _Part:
@@ -218,7 +224,8 @@ class PolicyTrainer:
         loss = (losses.double() * shares).sum()
         loss.backward()  # type: ignore[no-untyped-call]
         same, ratio = drift(now.detach(), batch.old, batch.is_fresh), drift(now.detach(), batch.old, mask)
-        return _Part(float(loss.detach()), same, ratio, int(terms.is_low.sum()), int(terms.is_high.sum()), num_cut)
+        num_low, num_high = int(terms.is_low.sum()), int(terms.is_high.sum())
+        return _Part(float(loss.detach()), same, ratio, num_low, num_high, num_cut, replayed(batch))
 
     def _collect(self) -> list[float]:
         """Gradients of the factors to their masters; returns the largest element of each, all read at once.
@@ -287,6 +294,7 @@ class _Part:
     num_low: int
     num_high: int
     num_cut: int
+    replayed: Replayed
 
 
 def _pair(bank: AdapterBank, module: str) -> Iterable[nn.Parameter]:

@@ -2,7 +2,7 @@
 # Two GPUs, one call: what is timed on the first, alone; RL and what is only right or wrong on the second.
 #
 #     call.sh "NAME:SECONDS ..." "NAME:SECONDS ..."      timed on GPU 0 one after the other; not timed, on GPU 1
-#         names: labs (mla, prefill, decode, experts, slice), peers, serve, eval, sanitize, margins, tests[=folders,...]
+#         names: labs (mla, prefill, decode, experts, slice), peers, serve, eval, ladder, sanitize, margins, tests[=folders,...]
 #         RL_SECONDS  of scripts/gpu/rl_tiny.sh on the second GPU (0: none), SEEDS its seeds, RL_ARGS its arguments
 # Whole texts come back in $OUT/texts.tar.gz; JSON of peers, slice, eval and serve beside it.
 set -uo pipefail
@@ -21,6 +21,7 @@ one() { # name[=folders], seconds
     sanitize) SANITIZE=1 SECONDS_EACH=$(($2 / 2)) bash scripts/gpu/check_kernels.sh ;;
     eval) OMP_NUM_THREADS=4 python3 -m scripts.gpu.eval_tiny --model models/tiny --graphs 64 --json "$texts/eval.json" ;;
     margins) OMP_NUM_THREADS=2 python3 -m scripts.gpu.margins --model models/tiny --device cuda ;;
+    ladder) OMP_NUM_THREADS=2 python3 -m scripts.gpu.ladder_score --json "$texts/ladder.json" ;;
     slice) python3 -m scripts.gpu.lab_slice --seconds "$2" --json "$out/slice.json" ;;
     tests*)
       folders="$(echo "${1#tests}" | tr '=,' '  ')"
