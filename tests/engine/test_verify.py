@@ -191,6 +191,21 @@ def test_a_step_writes_its_rows_and_the_sinks_alone() -> None:
     assert {(byte - base) // size for byte in changed.tolist()} == {walker.slots[2]}
 
 
+def test_what_fills_up_sees_only_what_it_writes() -> None:
+    """Tokens and requests alike: on a GPU a NaN would reach others through products of whole windows."""
+    engine = make_engine(verify_window=6)
+    walker = Walker(engine, 4)
+    walker.step([(0, [1, 2, 3])])
+    walker.verify([(0, [4, 5])])
+    facts, tokens, rows = walker.verifier._rows.split([4, 6, 6])
+    assert facts.T.tolist() == [[walker.slots[0], 5, 2, 0], *[[0, 6, 6, 0]] * 4]
+    assert tokens[:, 0].tolist() == [4, 5, 0, 0, 0, 0] and not tokens[:, 1:].any()
+    first = int(walker.pages[0, 0]) * 4
+    assert rows[:, 0].tolist() == [first + 3, int(walker.pages[0, 1]) * 4, 2, 3, 0, 1]
+    assert rows[:, 1:].T.tolist() == [[0, 1, 2, 3, 0, 1]] * 4, "six keys over the sink page, all written in this step"
+    assert not walker.verifier._table.rows[1:].any() and walker.verifier._table.rows.shape[1] >= 2
+
+
 @pytest.mark.parametrize("is_captured", [False, True], ids=["eager", "captured"])
 def test_windows_of_adapters(is_captured: bool) -> None:
     """Base and two adapters in one step, experts and all, each as when it decodes; a second graph has their terms."""
