@@ -82,7 +82,7 @@ def test_a_difference_is_found_where_it_was_put(tiny_folder: Path, monkeypatch: 
     assert found.pop("weights") == 0
     fp8 = found.pop("weights in FP8")
     rows = [row for row in found.values() if isinstance(row, Drift)]
-    assert len(rows) == 4 and all(row.tokens > 20 and row.k3 < 1e-8 and row.abs_max < 1e-4 for row in rows)
+    assert len(rows) == 5 and all(row.tokens > 20 and row.k3 < 1e-8 and row.abs_max < 1e-4 for row in rows)
     assert isinstance(fp8, Drift) and fp8.k3 > 1e3 * max(row.k3 for row in rows)
 
     def other(*_: Any, **__: Any) -> Any:
