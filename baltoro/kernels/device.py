@@ -11,6 +11,9 @@ from importlib.util import find_spec
 
 import torch
 
+# capabilities that kernels in Gluon are made for
+HOPPER = ((9, 0),)
+
 
 @dataclass(frozen=True, slots=True)
 class Machine:

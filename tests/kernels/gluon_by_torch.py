@@ -58,6 +58,10 @@ class Tile:
     def permute(self, dims: Sequence[int]) -> Tile:
         return Tile(self.tensor.permute(*dims))
 
+    def _reinterpret(self, dtype: torch.dtype, shape: Sequence[int], _: Any) -> Tile:
+        assert dtype == self.dtype
+        return Tile(self.tensor.view(*shape))
+
     def index(self, place: Any) -> Tile:
         return Tile(self.tensor[int(place)])
 
@@ -124,7 +128,7 @@ def language(program: list[int], programs: list[int]) -> SimpleNamespace:
         "arange": lambda a, b, _: torch.arange(a, b), "sum": lambda x, axis: x.sum(axis),
         "program_id": lambda n: torch.tensor(program[n]), "num_programs": lambda n: torch.tensor(programs[n]),
         "associative_scan": lambda x, axis, _: x.cumsum(axis), "zeros": lambda s, d, _: torch.zeros(s, dtype=d),
-        "reduce": lambda values, axis, _: tuple(x.sum(axis) for x in values),
+        "fma": lambda a, b, c: a * b + c, "reduce": lambda values, axis, _: tuple(x.sum(axis) for x in values),
     }  # fmt: skip
     return SimpleNamespace(**found)
 
@@ -138,6 +142,7 @@ def kernels(file: Path) -> dict[str, Any]:
     space = {
         "gl": language(program, programs), "gluon": SimpleNamespace(jit=jit), "async_copy": copies, "mbarrier": bells,
         "tma": SimpleNamespace(async_copy_global_to_shared=copy_rows), "fence_async_shared": nothing,
+        "range": lambda *ends: map(torch.tensor, range(*ends)),
         "mma_v2": multiply, "warpgroup_mma": multiply, "warpgroup_mma_wait": wait,
     }  # fmt: skip
     exec(compile(text, str(file), "exec"), space)

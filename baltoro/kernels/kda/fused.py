@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from baltoro.errors import ShapeError
+from baltoro.kernels.device import HOPPER, machine
 from baltoro.kernels.kda import fused_reference as reference
 from baltoro.kernels.kda import tiles
 from baltoro.kernels.kda.fused_reference import MixerWeights, Window
@@ -112,8 +113,10 @@ def fold(
     if num == 0:
         return None
     size, values = _size(states[0]), window.v.shape[-1]
-    tile = tiles.fold(size)
+    tile, copied = tiles.fold(size), tiles.copied_fold()
     layer = layer_stride(states)
+    if copied is not None and _can_copy(states[0], layer, window):
+        return _copied_fold(window, histories, states, slots, accepted, copied)
     can_be_ahead = _can_fetch(states[0]) and layer % 4 == 0
     fold_kernel[(heads * -(-values // tile.rows), num, layers)](
         window.x, window.k, window.v, window.decay, window.beta, histories[0], states[0], slots, accepted,
@@ -122,6 +125,26 @@ def fold(
         heads, keys, values, **tile.constants(size, can_be_ahead=can_be_ahead), TAPS=histories[0].shape[1] + 1,
     )  # fmt: skip
     return None
+
+
+def _copied_fold(
+    window: Window,
+    histories: Sequence[Tensor],
+    states: Sequence[Tensor],
+    slots: Tensor,
+    accepted: Tensor,
+    copied: tiles.Copied,
+) -> None:
+    """`fold` by as many programs as run at a time."""
+    from baltoro.kernels.kda.gluon_fold import copied_fold_kernel
+
+    layers, num, length, heads, keys = window.k.shape
+    count = machine(slots.device.type, slots.device.index or 0).num_units * copied.programs
+    copied_fold_kernel[(min(count, layers * num * heads * (keys // copied.rows)),)](
+        window.x, window.k, window.v, window.decay, window.beta, histories[0], states[0], slots, accepted,
+        num, layers, length, heads, layer_stride(histories), *_strides(histories[0], states[0])[:2],
+        layer_stride(states), states[0].stride(0), TAPS=histories[0].shape[1] + 1, **copied.options(),
+    )  # fmt: skip
 
 
 def layer_stride(views: Sequence[Tensor]) -> int:
@@ -158,6 +181,18 @@ def _can_fetch(state: Tensor) -> bool:
     """Whole heads on a GPU (the interpreter has no assembly), at addresses divisible by 16."""
     is_whole = state.shape[-1] == state.shape[-2] == _size(state)
     return state.is_cuda and is_whole and state.data_ptr() % 16 == 0 and state.stride(0) % 4 == 0
+
+
+def _can_copy(state: Tensor, layer: int, window: Window) -> bool:
+    """Whether `gluon_fold` takes it: whole heads of 128 on Hopper, at addresses divisible by 16."""
+    is_hopper = state.is_cuda and machine("cuda", state.device.index or 0).capability in HOPPER
+    is_right = is_hopper and _can_fetch(state) and layer % 4 == 0 and state.shape[-1] == 128
+    return is_right and window.k.shape[2] <= MAX_WINDOW and not any(t.data_ptr() % 16 for t in window_parts(window))
+
+
+def window_parts(window: Window) -> tuple[Tensor, ...]:
+    """What a fold reads of it, one after another."""
+    return window.x, window.k, window.v, window.decay, window.beta
 
 
 def _size(state: Tensor) -> int:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from baltoro.kernels.device import machine
+from baltoro.kernels.device import HOPPER, machine
 from baltoro.kernels.kda import chunk as plain
 from baltoro.kernels.kda import fla
 from baltoro.kernels.kda.grid import CHUNK
@@ -40,7 +40,6 @@ from baltoro.kernels.spans import Borders, Spans
 WORKSPACE_BYTES = 1 << 30
 SIZES = (16, 32, 64, 128)
 # compute capabilities that Gluon's kernels are for
-HOPPER = ((9, 0),)
 
 
 def chunked(

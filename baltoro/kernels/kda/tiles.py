@@ -48,6 +48,31 @@ class VerifyTile:
         return shape | _options(self.warps, self.registers)
 
 
+@dataclass(frozen=True, slots=True)
+class Copied:
+    """How `gluon_fold` is launched: rows of a tile, warps, tiles in shared memory, programs a multiprocessor."""
+
+    rows: int
+    warps: int
+    buffers: int
+    programs: int
+
+    def options(self) -> dict[str, Any]:
+        """Constants and options of a launch."""
+        shape = {"ROWS": self.rows, "WARPS": self.warps, "BUFFERS": self.buffers}
+        return shape | _options(self.warps, 0) | {"enable_fp_fusion": False}
+
+
+# The fold by `gluon_fold` on Hopper, heads of 128; None: never. To be set by scripts/gpu/lab_rows.py: of two buffers of
+# half a head (82 kB) two programs fit, of a quarter (49 kB) four.
+COPIED_FOLD: Copied | None = None
+
+
+def copied_fold() -> Copied | None:
+    """The same, as `fused` asks for it."""
+    return COPIED_FOLD
+
+
 def decode(size: int, programs: int) -> Tile:
     """size: the power of two for K and V; programs: heads x requests.
 

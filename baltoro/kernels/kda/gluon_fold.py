@@ -1,0 +1,166 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+"""The fold of a draft window in Gluon: states and records of the next tiles are copied while one is computed.
+
+As `triton_fold`, for heads of 128: a tile is ROWS rows of a head's state. As many programs as run at a time go through
+all tiles; each has BUFFERS of them in shared memory. Products, sums and the layout of a tile are those of
+`triton_token.advance`, so states are equal to the decode kernel's in every bit.
+The interpreter does not know Gluon. Launched by `fused`; needs triton.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+
+K: gl.constexpr = gl.constexpr(128)
+PART: gl.constexpr = gl.constexpr(32)
+NP: gl.constexpr = gl.constexpr(4)
+# tokens a window may have
+MOST: gl.constexpr = gl.constexpr(8)
+FLAT: gl.constexpr = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+LINE: gl.constexpr = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
+
+
+@gluon.jit
+def place_of(item, heads, num_requests, CHUNKS: gl.constexpr):
+    """A tile's place among a head's, head, request and layer."""
+    line = item // CHUNKS
+    return item % CHUNKS, line % heads, line // heads % num_requests, (line // (heads * num_requests)).to(gl.int64)
+
+
+@gluon.jit
+def ask(
+    item, total, at, pointers, tiles, kept, num_requests, window, heads, state_layer, state_slot,
+    ROWS: gl.constexpr, TILE: gl.constexpr, WIDE: gl.constexpr, THIN: gl.constexpr, ONE: gl.constexpr,
+):  # fmt: skip
+    """Begin to copy a tile and what is recorded for it into the buffers at `at`, which are free."""
+    state_ptr, k_ptr, decay_ptr, v_ptr, beta_ptr, slots_ptr, accepted_ptr = pointers
+    keys, decays, values, betas = kept
+    chunk, h, n, layer = place_of(item, heads, num_requests, K // ROWS)
+    slot = gl.load(slots_ptr + n, mask=item < total, other=0).to(gl.int64)
+    count = gl.load(accepted_ptr + n, mask=item < total, other=0)
+    count = gl.where(slot != 0, count, 0)
+    row, key = gl.arange(0, ROWS, gl.SliceLayout(1, TILE)), gl.arange(0, PART, gl.SliceLayout(0, TILE))
+    start = state_ptr + (layer * state_layer + slot * state_slot + (h * K + chunk * ROWS) * K)
+    for p in gl.static_range(NP):
+        places = start + (row[:, None] * K + (key[None, :] + p * PART))
+        async_copy.async_copy_global_to_shared(tiles.index(at * NP + p), places, mask=(row[:, None] >= 0) & (count > 0))
+    line = (layer * num_requests + n) * window * heads + h
+    token = gl.arange(0, MOST, gl.SliceLayout(1, WIDE))[:, None]
+    key = gl.arange(0, K, gl.SliceLayout(0, WIDE))[None, :]
+    places = (line + token * heads) * K + key
+    async_copy.async_copy_global_to_shared(keys.index(at), k_ptr + places, mask=(token < count) & (key >= 0))
+    async_copy.async_copy_global_to_shared(decays.index(at), decay_ptr + places, mask=(token < count) & (key >= 0))
+    token, row = gl.arange(0, MOST, gl.SliceLayout(1, THIN))[:, None], gl.arange(0, ROWS, gl.SliceLayout(0, THIN))
+    places = (line + token * heads) * K + (chunk * ROWS + row[None, :])
+    async_copy.async_copy_global_to_shared(values.index(at), v_ptr + places, mask=(token < count) & (row >= 0)[None, :])
+    token = gl.arange(0, MOST, ONE)
+    async_copy.async_copy_global_to_shared(betas.index(at), beta_ptr + (line + token * heads), mask=token < count)
+    async_copy.commit_group()
+
+
+@gluon.jit
+def load_parts(tiles, first, layout: gl.constexpr):
+    """NP neighbouring tiles or vectors, a tuple."""
+    parts = ()
+    for p in gl.static_range(NP):
+        parts += (tiles.index(first + p).load(layout),)
+    return parts
+
+
+@gluon.jit
+def advance(state, k, v, decay, beta):
+    """`triton_token.advance`: a tile -> the new one."""
+    decayed = ()
+    for p in gl.static_range(NP):
+        decayed += (state[p] * decay[p][None, :],)
+    total = decayed[0] * k[0][None, :]
+    for p in gl.static_range(1, NP):
+        total = gl.fma(decayed[p], k[p][None, :], total)
+    u = beta * (v - gl.sum(total, axis=1))
+    new = ()
+    for p in gl.static_range(NP):
+        new += (gl.fma(u[:, None], k[p][None, :], decayed[p]),)
+    return new
+
+
+@gluon.jit
+def load_kept(x, history, h, count, heads, history_row, is_wanted, TAPS: gl.constexpr, LAYOUT: gl.constexpr):
+    """A head's last TAPS - 1 inputs of q, k and v after `count` more, x [count, 3 H K]: tiles [4, K], and where they
+    go in a row of the history."""
+    kind, place = gl.arange(0, 4, gl.SliceLayout(1, LAYOUT))[:, None], gl.arange(0, K, gl.SliceLayout(0, LAYOUT))
+    live = (kind < 3) & (place >= 0)[None, :] & is_wanted
+    channel = (kind * heads + h) * K + place[None, :]
+    kept = ()
+    for j in gl.static_range(TAPS - 1):
+        is_old = j + count < TAPS - 1
+        old = gl.load(history + (j + count) * history_row + channel, mask=live & is_old, other=0.0)
+        token = gl.where(is_old, 0, j + count - (TAPS - 1))
+        new = gl.load(x + token * (heads * 3 * K) + channel, mask=live & (is_old == 0), other=0.0)
+        kept += (gl.where(is_old, old, new.to(history.dtype.element_ty)),)
+    return kept, channel, live
+
+
+@gluon.jit(do_not_specialize=["num_requests", "num_layers", "window", "heads"])
+def copied_fold_kernel(
+    x_ptr, k_ptr, v_ptr, decay_ptr, beta_ptr, history_ptr, state_ptr, slots_ptr, accepted_ptr,
+    num_requests, num_layers, window, heads, history_layer, history_slot, history_row, state_layer, state_slot,
+    ROWS: gl.constexpr, WARPS: gl.constexpr, BUFFERS: gl.constexpr, TAPS: gl.constexpr,
+):  # fmt: skip
+    """Grid (programs that run at a time). Arguments as `triton_fold.fold_kernel`; heads of 128, a window of up to 8."""
+    TILE: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [WARPS, 1], [1, 0])
+    WIDE: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [WARPS, 1], [1, 0])
+    THIN: gl.constexpr = gl.BlockedLayout([1, 4], [128 // ROWS, ROWS // 4], [WARPS, 1], [1, 0])
+    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    kind: gl.constexpr = v_ptr.dtype.element_ty
+    tiles = gl.allocate_shared_memory(gl.float32, [BUFFERS * NP, ROWS, PART], FLAT)
+    keys = gl.allocate_shared_memory(gl.float32, [BUFFERS, MOST, K], FLAT)
+    decays = gl.allocate_shared_memory(gl.float32, [BUFFERS, MOST, K], FLAT)
+    values = gl.allocate_shared_memory(kind, [BUFFERS, MOST, ROWS], FLAT)
+    betas = gl.allocate_shared_memory(gl.float32, [BUFFERS, MOST], LINE)
+    key_lines = keys._reinterpret(gl.float32, [BUFFERS * MOST * NP, PART], LINE)
+    decay_lines = decays._reinterpret(gl.float32, [BUFFERS * MOST * NP, PART], LINE)
+    value_lines = values._reinterpret(kind, [BUFFERS * MOST, ROWS], LINE)
+    beta_lines = betas._reinterpret(gl.float32, [BUFFERS * MOST, 1], LINE)
+    pointers = (state_ptr, k_ptr, decay_ptr, v_ptr, beta_ptr, slots_ptr, accepted_ptr)
+    kept = (keys, decays, values, betas)
+    first, programs = gl.program_id(0), gl.num_programs(0)
+    total = heads * (K // ROWS) * num_requests * num_layers
+    for one in gl.static_range(BUFFERS - 1):
+        ask(
+            first + one * programs, total, one, pointers, tiles, kept, num_requests, window, heads, state_layer,
+            state_slot, ROWS, TILE, WIDE, THIN, ONE,
+        )  # fmt: skip
+    row, key = gl.arange(0, ROWS, gl.SliceLayout(1, TILE)), gl.arange(0, PART, gl.SliceLayout(0, TILE))
+    for item in range(first, total, programs):
+        step = (item - first) // programs
+        at = step % BUFFERS
+        chunk, h, n, layer = place_of(item, heads, num_requests, K // ROWS)
+        slot, count = gl.load(slots_ptr + n).to(gl.int64), gl.load(accepted_ptr + n)
+        count = gl.where(slot != 0, count, 0)
+        history = history_ptr + layer * history_layer + slot * history_slot
+        inputs = x_ptr + (layer * num_requests + n) * window * (heads * 3 * K)
+        past, channel, live = load_kept(
+            inputs, history, h, count, heads, history_row, (chunk == 0) & (count > 0), TAPS, WIDE
+        )
+        async_copy.wait_group(BUFFERS - 2)
+        gl.thread_barrier()  # what every warp copied is there, and every warp is done with the buffer before
+        ask(
+            item + (BUFFERS - 1) * programs, total, (step + BUFFERS - 1) % BUFFERS, pointers, tiles, kept,
+            num_requests, window, heads, state_layer, state_slot, ROWS, TILE, WIDE, THIN, ONE,
+        )  # fmt: skip
+        tile = load_parts(tiles, at * NP, TILE)
+        for t in range(count):
+            line = at * MOST + t
+            k = load_parts(key_lines, line * NP, gl.SliceLayout(0, TILE))
+            decay = load_parts(decay_lines, line * NP, gl.SliceLayout(0, TILE))
+            v = value_lines.index(line).load(gl.SliceLayout(1, TILE)).to(gl.float32)
+            tile = advance(tile, k, v, decay, beta_lines.index(line).load(gl.SliceLayout(1, TILE)))
+        start = state_ptr + (layer * state_layer + slot * state_slot + (h * K + chunk * ROWS) * K)
+        for p in gl.static_range(NP):
+            places = start + (row[:, None] * K + (key[None, :] + p * PART))
+            gl.store(places, tile[p], mask=(row[:, None] >= 0) & (count > 0))
+        gl.thread_barrier()  # inputs may have been read by two warps, and the later must not find what the other wrote
+        for j in gl.static_range(TAPS - 1):
+            gl.store(history + j * history_row + channel, past[j], mask=live)
