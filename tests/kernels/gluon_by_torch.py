@@ -120,7 +120,7 @@ def jit(function: Any = None, **_: Any) -> Any:
 
 def language(program: list[int], programs: list[int]) -> SimpleNamespace:
     """What kernels call `gl`."""
-    names = ("float16", "float32", "bfloat16", "int32", "int64", "exp2", "zeros_like")
+    names = ("float16", "float32", "bfloat16", "int32", "int64", "exp", "exp2", "sqrt", "zeros_like")
     found = {name: getattr(torch, name) for name in names} | dict.fromkeys(LAYOUTS, nothing)
     found |= {
         "constexpr": lambda x: x, "static_range": range, "load": load, "store": store, "where": where,

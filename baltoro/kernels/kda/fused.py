@@ -49,7 +49,11 @@ def decode(
         return out
     inputs = [_rows(t, num) for t in (x, raw, b, gate)]
     kept = (out,) * 4 if record is None else (record.k, record.v, record.decay, record.beta)
-    size = _size(state)
+    size, copied = _size(state), tiles.copied_decode(heads * num)
+    is_plain = record is None and weights.lower_bound is not None and history.shape[1] == 3
+    if copied is not None and is_plain and _can_copy(state, 0):
+        _copied_decode(inputs, weights, history, state, slots, out, copied)
+        return out
     tile = tiles.decode(size, heads * num).constants(size, can_be_ahead=_can_fetch(state))
     decode_kernel[(heads, num)](
         *inputs, *_weights(weights), history, state, slots, out, *kept,
@@ -115,7 +119,12 @@ def fold(
     size, values = _size(states[0]), window.v.shape[-1]
     tile, copied = tiles.fold(size), tiles.copied_fold()
     layer = layer_stride(states)
-    if copied is not None and _can_copy(states[0], layer, window):
+    if (
+        copied is not None
+        and layers * num
+        and _can_copy(states[0], layer, *window_parts(window))
+        and length <= MAX_WINDOW
+    ):
         return _copied_fold(window, histories, states, slots, accepted, copied)
     can_be_ahead = _can_fetch(states[0]) and layer % 4 == 0
     fold_kernel[(heads * -(-values // tile.rows), num, layers)](
@@ -125,6 +134,27 @@ def fold(
         heads, keys, values, **tile.constants(size, can_be_ahead=can_be_ahead), TAPS=histories[0].shape[1] + 1,
     )  # fmt: skip
     return None
+
+
+def _copied_decode(
+    inputs: Sequence[Tensor],
+    weights: MixerWeights,
+    history: Tensor,
+    state: Tensor,
+    slots: Tensor,
+    out: Tensor,
+    copied: tiles.Copied,
+) -> None:
+    """`decode` by as many programs as run at a time."""
+    from baltoro.kernels.kda.gluon_decode import copied_decode_kernel
+
+    num, heads, _ = out.shape
+    count = machine(slots.device.type, slots.device.index or 0).num_units * copied.programs
+    copied_decode_kernel[(min(count, num * heads),)](
+        *inputs, *_weights(weights), history, state, slots, out, num, heads,
+        *(t.stride(0) for t in inputs), *_strides(history, state),
+        weights.lower_bound, weights.scale, weights.norm_eps, **copied.options(),
+    )  # fmt: skip
 
 
 def _copied_fold(
@@ -183,11 +213,11 @@ def _can_fetch(state: Tensor) -> bool:
     return state.is_cuda and is_whole and state.data_ptr() % 16 == 0 and state.stride(0) % 4 == 0
 
 
-def _can_copy(state: Tensor, layer: int, window: Window) -> bool:
-    """Whether `gluon_fold` takes it: whole heads of 128 on Hopper, at addresses divisible by 16."""
+def _can_copy(state: Tensor, layer: int, *rest: Tensor) -> bool:
+    """Whether Gluon's kernels take it: whole heads of 128 on Hopper, at addresses divisible by 16, and so the rest."""
     is_hopper = state.is_cuda and machine("cuda", state.device.index or 0).capability in HOPPER
     is_right = is_hopper and _can_fetch(state) and layer % 4 == 0 and state.shape[-1] == 128
-    return is_right and window.k.shape[2] <= MAX_WINDOW and not any(t.data_ptr() % 16 for t in window_parts(window))
+    return is_right and not any(t.data_ptr() % 16 for t in rest)
 
 
 def window_parts(window: Window) -> tuple[Tensor, ...]:

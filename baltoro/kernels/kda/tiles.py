@@ -50,27 +50,37 @@ class VerifyTile:
 
 @dataclass(frozen=True, slots=True)
 class Copied:
-    """How `gluon_fold` is launched: rows of a tile, warps, tiles in shared memory, programs a multiprocessor."""
+    """How `gluon_fold` and `gluon_decode` are launched: rows of a tile, warps, tiles in shared memory, programs a
+    multiprocessor, the most registers a thread may have (0: as it compiles)."""
 
     rows: int
     warps: int
     buffers: int
     programs: int
+    registers: int = 0
 
     def options(self) -> dict[str, Any]:
         """Constants and options of a launch."""
         shape = {"ROWS": self.rows, "WARPS": self.warps, "BUFFERS": self.buffers}
-        return shape | _options(self.warps, 0) | {"enable_fp_fusion": False}
+        return shape | _options(self.warps, self.registers) | {"enable_fp_fusion": False}
 
 
 # The fold by `gluon_fold` on Hopper, heads of 128; None: never. To be set by scripts/gpu/lab_rows.py: of two buffers of
 # half a head (82 kB) two programs fit, of a quarter (49 kB) four.
 COPIED_FOLD: Copied | None = None
+# Decode of at least MANY heads by `gluon_decode`, likewise.
+COPIED_DECODE: Copied | None = None
+MANY = 4096
 
 
 def copied_fold() -> Copied | None:
     """The same, as `fused` asks for it."""
     return COPIED_FOLD
+
+
+def copied_decode(programs: int) -> Copied | None:
+    """Likewise; programs: heads x requests."""
+    return COPIED_DECODE if programs >= MANY else None
 
 
 def decode(size: int, programs: int) -> Tile:

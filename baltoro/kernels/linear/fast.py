@@ -7,6 +7,8 @@ to the framework's matrix product, which is bound by bytes there too. Source: sp
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cache
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -22,10 +24,15 @@ MAX_ROWS = 4
 MAX_NORMED = 1024
 # Rows of one launch that only computes sums of products; sums of 8 rows still fit the registers.
 FEW_ROWS = 8
+# Columns of a program that only copies: 16 bytes of sums four times a thread.
+CUT_COLUMNS = 1024
 # Rows beside which a tile of the weight is still most of what a program reads.
 THIN_ROWS = 16
 # Above, logits and the rest are one product of the framework with fp32 results, on a GPU, else two.
 MAX_MERGED_ROWS = 128
+# How: "copies": logits copied and the rest rounded by the framework; "pass": both in one launch; "beside": two
+# products, fp32 logits on a stream of their own. To be set by scripts/gpu/lab_rows.py.
+MANY: Literal["copies", "pass", "beside"] = "copies"
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +103,55 @@ def _streams(x: Tensor, weight: Tensor) -> bool:
 
 def one_product(x: Tensor, weight: Tensor, num_logits: int) -> tuple[Tensor, Tensor]:
     """`router_linear` by the framework's product of bf16 with fp32 results: sums of exact products, as in fp32."""
+    if MANY == "beside":
+        return two_products(x, weight, num_logits)
     out = torch.mm(x, weight.T, out_dtype=torch.float32)
+    if MANY == "pass":
+        return cut_sums(out, num_logits, x.dtype)
     return out[:, :num_logits].contiguous(), out[:, num_logits:].to(x.dtype)
+
+
+def cut_sums(sums: Tensor, num_logits: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """fp32 [T, O] -> the first columns, and the others in `dtype`."""
+    from triton import cdiv
+
+    from baltoro.kernels.linear import kernels
+
+    num_rows, num_columns = sums.shape
+    logits, rest = sums.new_empty(num_rows, num_logits), sums.new_empty(num_rows, num_columns - num_logits, dtype=dtype)
+    is_dependent = has_dependent_launch(sums)
+    launch = {"launch_pdl": True} if is_dependent else {}
+    kernels.cut_sums[(num_rows, cdiv(num_columns, CUT_COLUMNS))](
+        sums,
+        logits,
+        rest,
+        num_rows,
+        num_logits,
+        num_columns,
+        BLOCK=CUT_COLUMNS,
+        PDL=is_dependent,
+        num_warps=4,
+        **launch,
+    )
+    return logits, rest
+
+
+def two_products(x: Tensor, weight: Tensor, num_logits: int) -> tuple[Tensor, Tensor]:
+    """`one_product` as two that run at a time: they share the processors as the tiles of one would."""
+    side, here = _side(x.device), torch.cuda.current_stream(x.device)
+    side.wait_stream(here)
+    with torch.cuda.stream(side):
+        logits = torch.mm(x, weight[:num_logits].T, out_dtype=torch.float32)
+    rest = torch.mm(x, weight[num_logits:].T)
+    here.wait_stream(side)
+    logits.record_stream(here)
+    x.record_stream(side)
+    return logits, rest
+
+
+@cache
+def _side(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 def few_rows(

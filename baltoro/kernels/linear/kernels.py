@@ -197,3 +197,15 @@ def split(out, first, rest, row, column, num_rows, num_first, num_columns):
     is_rest = (column >= num_first) & (column < num_columns)
     beside = wide * (num_columns - num_first) + (column - num_first)[None, :]
     tl.store(rest + beside, out, mask=is_row & is_rest[None, :])
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def cut_sums(sums, first, rest, num_rows, num_first, num_columns, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """Grid (rows, blocks of columns): fp32 sums [T, num_columns] to `first` and, rounded, to `rest`."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    row, column = tl.program_id(0) + tl.arange(0, 1), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    place = row.to(tl.int64)[:, None] * num_columns + column[None, :]
+    split(tl.load(sums + place, mask=(column < num_columns)[None, :], other=0.0), first, rest, row, column, num_rows,
+          num_first, num_columns)  # fmt: skip

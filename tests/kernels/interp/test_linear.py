@@ -47,3 +47,9 @@ def test_what_the_kernels_do_not_take_goes_to_the_reference() -> None:
     assert torch.equal(fast.linear(x, weight), reference.linear(x, weight))
     wanted = torch.randn(2, 64, requires_grad=True)
     assert fast.linear(wanted, weight.float()).requires_grad
+
+
+def test_sums_are_cut_into_logits_and_the_rest() -> None:
+    sums = torch.randn(3, 1500)
+    logits, rest = fast.cut_sums(sums, 400, torch.float32)
+    assert torch.equal(logits, sums[:, :400]) and torch.equal(rest, sums[:, 400:])
