@@ -4,7 +4,8 @@
     python -m scripts.gpu.lab_rows --dry        (the compilations for Hopper alone)
 
 Each variant is compiled and checked in a process of its own, then timed here beside what is chosen now. What to set:
-decode `tiles.COPIED_DECODE`, fold `tiles.COPIED_FOLD`, router `linear.fast.MANY`, verify `tiles.verify`.
+decode `tiles.COPIED_DECODE`, fold `tiles.COPIED_FOLD`, router `linear.fast.MANY`, verify `tiles.verify`; where
+"dependent" wins decode of one request or verify, `tiles.IS_DEPENDENT`.
 """
 
 from __future__ import annotations
@@ -60,6 +61,7 @@ def jobs() -> Iterator[Job]:
         StreamTiles(128, 256, 64, 4, 8), StreamTiles(256, 64, 64, 4, 8),
     ]  # fmt: skip
     verifies = [VerifyTile(128, 8, 128), VerifyTile(64, 8, 0), VerifyTile(32, 4, 0), VerifyTile(128, 4, 0)]
+    yield from (Job(name, "dependent") for name in ("decode", "verify"))
     lists = {"fold": folds, "decode": decodes, "router": router}
     for place in range(max(len(choices) for choices in lists.values())):
         yield from (Job(name, choices[place]) for name, choices in lists.items() if place < len(choices))
@@ -71,7 +73,7 @@ def use(job: Job) -> None:
     """Make the product launch it, here."""
     tiles.COPIED_FOLD = tiles.COPIED_DECODE = None
     tiles.decode, tiles.verify = DECODE, VERIFY
-    linear.MANY = "copies"
+    linear.MANY, tiles.IS_DEPENDENT = "copies", False
     choice = job.choice
     if isinstance(choice, Tile):
         tiles.decode = lambda size, programs: choice
@@ -81,6 +83,8 @@ def use(job: Job) -> None:
         tiles.COPIED_FOLD = choice
     elif isinstance(choice, Copied):
         tiles.COPIED_DECODE, tiles.MANY = choice, 1
+    elif choice == "dependent":
+        tiles.IS_DEPENDENT = True
     elif isinstance(choice, str):
         linear.MANY = choice  # type: ignore[assignment]
 
@@ -189,7 +193,7 @@ def timings(job: Job, bandwidth: float) -> Iterator[tuple[str, Callable[[], list
     elif job.name == "verify":
         yield "verify", partial(rows, bench._verify, 12, 32)
     elif job.name == "decode":
-        for heads, num in ((96, 256), (12, 256), (96, 32)):
+        for heads, num in ((96, 256), (12, 1), (12, 32)):
             yield "decode", partial(rows, bench._decode, heads, num)
     else:
         yield "router", lambda: router_rows(job, bandwidth)

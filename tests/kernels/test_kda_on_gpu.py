@@ -9,11 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from baltoro.kernels.kda import fused, launch, prefill
+from baltoro.kernels.kda import fused, launch, prefill, tiles
 from baltoro.kernels.kda import fused_reference as reference
 from baltoro.kernels.kda.fused_reference import MixerWeights, Window
 from baltoro.kernels.kda.launch import Columns, Config, Copies
 from baltoro.kernels.kda.reference import l2_norm, recurrent
+from baltoro.kernels.kda.tiles import Copied
 from baltoro.kernels.spans import Spans
 
 pytestmark = pytest.mark.gpu
@@ -127,3 +128,21 @@ def test_prefill_in_gluon(
 
     monkeypatch.setattr(prefill, "choose", choose)
     test_prefill(True, segment_chunks, torch.bfloat16, 6e-3)
+
+
+@pytest.mark.parametrize("copied", [Copied(64, 4, 2, 2), Copied(32, 4, 2, 4, 128), Copied(128, 8, 3, 1)])
+def test_fold_of_copied_states(copied: Copied, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiles, "COPIED_FOLD", copied)
+    test_fold_equals_decode_in_every_bit_for_every_accepted_length(H)
+
+
+@pytest.mark.parametrize("copied", [Copied(32, 4, 4, 3, 168), Copied(64, 8, 3, 2, 128), Copied(128, 16, 3, 1)])
+def test_decode_of_copied_states(copied: Copied, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiles, "COPIED_DECODE", copied)
+    monkeypatch.setattr(tiles, "MANY", 1)
+    test_decode_and_verify(torch.bfloat16, 48)
+
+
+def test_dependent_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiles, "IS_DEPENDENT", True)
+    test_decode_and_verify(torch.bfloat16, H)

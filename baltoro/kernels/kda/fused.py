@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from baltoro.errors import ShapeError
-from baltoro.kernels.device import HOPPER, machine
+from baltoro.kernels.device import HOPPER, has_dependent_launch, machine
 from baltoro.kernels.kda import fused_reference as reference
 from baltoro.kernels.kda import tiles
 from baltoro.kernels.kda.fused_reference import MixerWeights, Window
@@ -60,7 +60,7 @@ def decode(
         *(t.stride(0) for t in inputs), *_strides(history, state),
         weights.lower_bound or 0.0, weights.scale, weights.norm_eps,
         heads, raw.shape[-1], values, **tile, TAPS=history.shape[1] + 1, IS_BOUNDED=weights.lower_bound is not None,
-        RECORDS=record is not None,
+        RECORDS=record is not None, **tiles.dependent_launch(has_dependent_launch(x)),
     )  # fmt: skip
     return out
 
@@ -101,6 +101,7 @@ def verify(
         length, heads, keys, values, BG=MAX_WINDOW, TAPS=history.shape[1] + 1, **tile, IS_BOUNDED=bound is not None,
         IS_MILD=bound is not None and -bound * length <= MAX_DECAY,
         PRECISION="tf32x3" if x.dtype == torch.float32 else "tf32",
+        **tiles.dependent_launch(has_dependent_launch(x)),
     )  # fmt: skip
     return out
 

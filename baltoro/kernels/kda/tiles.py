@@ -65,12 +65,19 @@ class Copied:
         return shape | _options(self.warps, self.registers) | {"enable_fp_fusion": False}
 
 
+# Whether decode and verify may be launched before what they wait for has ended. To be set by scripts/gpu/lab_rows.py.
+IS_DEPENDENT = False
 # The fold by `gluon_fold` on Hopper, heads of 128; None: never. To be set by scripts/gpu/lab_rows.py: of two buffers of
 # half a head (82 kB) two programs fit, of a quarter (49 kB) four.
 COPIED_FOLD: Copied | None = None
 # Decode of at least MANY heads by `gluon_decode`, likewise.
 COPIED_DECODE: Copied | None = None
 MANY = 4096
+
+
+def dependent_launch(can_be: bool) -> dict[str, bool]:
+    """Constants and options of it."""
+    return {"PDL": True, "launch_pdl": True} if IS_DEPENDENT and can_be else {}
 
 
 def copied_fold() -> Copied | None:

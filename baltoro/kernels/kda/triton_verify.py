@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from baltoro.kernels.kda.triton_token import fetch, fetch_lines, load_taps, log_decay, sigmoid, split_taps
 
@@ -173,7 +174,7 @@ def verify_kernel(
     x_row, raw_row, b_row, gate_row, history_slot, history_row, state_slot, bound, scale, eps,
     window: tl.constexpr, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BG: tl.constexpr, BC: tl.constexpr,
     ROWS: tl.constexpr, TAPS: tl.constexpr, AHEAD: tl.constexpr, IS_BOUNDED: tl.constexpr, IS_MILD: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, PDL: tl.constexpr = False,
 ):  # fmt: skip
     """Grid (H, N). BG is 8; BC: the power of two, at least 16, for K and V; the state comes in BC / ROWS chunks.
     AHEAD: 1: fetch the gate into the L2 cache early on, 2: the state too; K and V are 128; 0: neither.
@@ -182,6 +183,9 @@ def verify_kernel(
     need no slot."""
     CHUNKS: tl.constexpr = BC // ROWS
     h, n = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    if PDL:  # what comes after may start, and none of what came before is still under way
+        gdc_wait()
+        gdc_launch_dependents()
     row, place = tl.arange(0, 2 * BG), tl.arange(0, BC)
     is_query, time = row >= BG, tl.arange(0, BG)[:, None]
     first = n * window
