@@ -17,10 +17,10 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from baltoro.kernels.kda.triton_token import (
     advance,
+    await_inputs,
     cut,
     dot_keys,
     fetch,
@@ -97,8 +97,7 @@ def decode_kernel(
     out_ptr, k_ptr, v_ptr, decay_ptr, beta_ptr,
     x_row, raw_row, b_row, gate_row, history_slot, history_row, state_slot, bound, scale, eps,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BC: tl.constexpr, PART: tl.constexpr, ROWS: tl.constexpr,
-    TAPS: tl.constexpr, IS_BOUNDED: tl.constexpr, RECORDS: tl.constexpr, AHEAD: tl.constexpr,
-    PDL: tl.constexpr = False,
+    TAPS: tl.constexpr, IS_BOUNDED: tl.constexpr, RECORDS: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr = False,
 ):  # fmt: skip
     """Grid (H, N). BC: the power of two for K and V. The state moves in BC / ROWS chunks, one of them ahead.
     RECORDS: also write what a Window of one token holds, [N, H, *]. AHEAD: fetch the state of the program so many
@@ -107,9 +106,7 @@ def decode_kernel(
     BT: tl.constexpr = triton.next_power_of_2(TAPS)
     CHUNKS: tl.constexpr = BC // ROWS
     h, n = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    if PDL:  # what comes after may start, and none of what came before is still under way
-        gdc_wait()
-        gdc_launch_dependents()
+    await_inputs(PDL)
     kind, place, values = tl.arange(0, 4)[None, :], tl.arange(0, BC)[:, None], tl.arange(0, BC)
     slot = tl.load(slots_ptr + n).to(tl.int64)
     if AHEAD > 0:

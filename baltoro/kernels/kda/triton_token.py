@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 # by the program's first thread alone
 FETCH = tl.constexpr(
@@ -24,6 +25,14 @@ FETCH = tl.constexpr(
 )
 
 LINE = tl.constexpr("prefetch.global.L2 [$1]; mov.u32 $0, 0;")
+
+
+@triton.jit
+def await_inputs(PDL: tl.constexpr):
+    """Where launches are dependent: what comes after may start, and none of what came before is still under way."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
 
 
 @triton.jit

@@ -19,9 +19,8 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from baltoro.kernels.kda.triton_token import fetch, fetch_lines, load_taps, log_decay, sigmoid, split_taps
+from baltoro.kernels.kda.triton_token import await_inputs, fetch, fetch_lines, load_taps, log_decay, sigmoid, split_taps
 
 
 @triton.jit
@@ -183,12 +182,9 @@ def verify_kernel(
     need no slot."""
     CHUNKS: tl.constexpr = BC // ROWS
     h, n = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    if PDL:  # what comes after may start, and none of what came before is still under way
-        gdc_wait()
-        gdc_launch_dependents()
+    await_inputs(PDL)
     row, place = tl.arange(0, 2 * BG), tl.arange(0, BC)
-    is_query, time = row >= BG, tl.arange(0, BG)[:, None]
-    first = n * window
+    is_query, time, first = row >= BG, tl.arange(0, BG)[:, None], n * window
     token = first + row % BG
     has_token = row % BG < window
     slot = tl.load(slots_ptr + n).to(tl.int64)
