@@ -40,7 +40,7 @@ def ask(
     keys, decays, values, betas = kept
     chunk, h, n, layer = place_of(item, heads, num_requests, K // ROWS)
     slot = gl.load(slots_ptr + n, mask=item < total, other=0).to(gl.int64)
-    count = gl.load(accepted_ptr + n, mask=item < total, other=0)
+    count = gl.load(accepted_ptr + n, mask=item < total, other=0).to(gl.int32)
     count = gl.where(slot != 0, count, 0)
     row, key = gl.arange(0, ROWS, gl.SliceLayout(1, TILE)), gl.arange(0, PART, gl.SliceLayout(0, TILE))
     start = state_ptr + (layer * state_layer + slot * state_slot + (h * K + chunk * ROWS) * K)
@@ -144,7 +144,7 @@ def copied_fold_kernel(
         step = (item - first) // programs
         at = step % BUFFERS
         chunk, h, n, layer = place_of(item, heads, num_requests, K // ROWS)
-        slot, count = gl.load(slots_ptr + n).to(gl.int64), gl.load(accepted_ptr + n)
+        slot, count = gl.load(slots_ptr + n).to(gl.int64), gl.load(accepted_ptr + n).to(gl.int32)
         count = gl.where(slot != 0, count, 0)
         history = history_ptr + layer * history_layer + slot * history_slot
         inputs = x_ptr + (layer * num_requests + n) * window * (heads * 3 * K)
