@@ -115,8 +115,8 @@ class ForwardContext:
     adapters     adapter slot of each span, 0 for none; None: none in the whole step
     fixed_slots  terms of adapters in fixed form for so many slots (`AdapterRows.fixed`); 0: row by row
     captured     adapters of the rows where only the device knows them, in fixed form: decodes of a captured step
-    windows      the decodes are draft windows: their KDA states stay as they are
     routes       experts to be taken instead of those that the routers would choose (training); None: they choose
+    windows      the decodes are draft windows: their KDA states stay as they are
     """
 
     tokens: Tensor
@@ -130,8 +130,8 @@ class ForwardContext:
     adapters: tuple[int, ...] | None = None
     fixed_slots: int = 0
     captured: AdapterRows | None = None
-    windows: DraftWindows | None = None
     routes: Routes | None = None
+    windows: DraftWindows | None = None
 
     def __post_init__(self) -> None:
         if self.tokens.shape != (self.spans.num_tokens,):

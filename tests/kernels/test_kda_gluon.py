@@ -55,7 +55,10 @@ def test_gluon_kernels(segment_chunks: int | None, is_early: bool, strength: flo
     g[150:200] = -5.0
     beta, state = torch.rand(num, H), torch.randn(len(lengths), H, K, K)
     plan, tables = prefill._tables(LAYOUT, C, segment_chunks, torch.device("cpu"))
-    (w, u, k_out, q_in, a), gamma = prepare([q, k, v, g, beta], tables["chunks"], len(plan.chunks), is_early)
+    kind = torch.float32 if is_early else torch.bfloat16
+    (w, u, k_out, q_in, a), gamma = prepare(
+        [q.to(kind), k.to(kind), v, g, beta], tables["chunks"], len(plan.chunks), is_early
+    )
     rows = [t.view(-1, t.shape[-1]) for t in (w, u, k_out, q_in, a)]
     scan, entering = kernels(FOLDER / "gluon_scan.py"), state
     if plan.fragments:

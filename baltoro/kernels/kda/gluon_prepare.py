@@ -6,8 +6,8 @@
 are additions of its own, and all that is decayed goes from there to shared memory or memory at once. From two
 exponentials a value, those to and from the 16th token of the half, come the others by factors of a channel: the decays
 from the half's start and to its end are at most 1, as are the factors that extend them to the chunk's.
-In and out as `triton_bounded.bounded_kernel`, not direct, for 64 tokens and 128 channels in BF16. The interpreter does
-not know Gluon. Launched by `prefill`; needs triton.
+In and out as `triton_bounded.bounded_kernel`, not direct, for 64 tokens and 128 channels in BF16, to which FP32 keys
+and queries are rounded. The interpreter does not know Gluon. Launched by `prefill`; needs triton.
 """
 
 from __future__ import annotations
@@ -125,10 +125,14 @@ def store_rows(at, tile, values, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def fetch(tile, start, row, length, LAYOUT: gl.constexpr):
-    """Rows of a chunk, zeros behind the last one, as a group of their own."""
+    """Rows of a chunk, zeros behind the last one, as a group of their own. Those that are wider than the tile's pass
+    through registers."""
     i, n = gl.arange(0, C, gl.SliceLayout(1, LAYOUT))[:, None], gl.arange(0, K, gl.SliceLayout(0, LAYOUT))[None, :]
-    async_copy.async_copy_global_to_shared(tile, start + (i * row + n), mask=(i < length) & (n < K))
-    async_copy.commit_group()
+    if start.dtype.element_ty == tile.dtype:
+        async_copy.async_copy_global_to_shared(tile, start + (i * row + n), mask=(i < length) & (n < K))
+        async_copy.commit_group()
+    else:
+        tile.store(gl.load(start + (i * row + n), mask=(i < length) & (n < K), other=0.0).to(tile.dtype))
 
 
 @gluon.jit
@@ -191,7 +195,7 @@ def column_kernel(
     channel = gl.arange(0, K, gl.SliceLayout(0, gl.SliceLayout(1, COLUMN)))[None, None, :]
     # first and second 16 tokens of each half
     early, late = half * HALF + row, half * HALF + row + 16
-    async_copy.wait_group(2)
+    async_copy.wait_group(2 if k_ptr.dtype.element_ty == gl.bfloat16 else 0)
     gl.thread_barrier()
     g_early, g_late = part(g_tile, 0), part(g_tile, 1)
     g_early, g_late = gl.associative_scan(g_early, 1, add), gl.associative_scan(g_late, 1, add)

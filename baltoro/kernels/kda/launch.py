@@ -90,8 +90,9 @@ class Config:
     def prepares_columns(self, inputs: Sequence[Tensor], *, chunk: int, is_bounded: bool) -> Columns | None:
         """The same of `columns`; inputs q, k, v, g."""
         is_fit = is_bounded and chunk == 64 and not self.is_direct
-        kinds = [x.dtype for x in inputs]
-        return self.columns if is_fit and kinds == [torch.bfloat16] * 3 + [torch.float32] else None
+        q, k, v, g = (x.dtype for x in inputs)
+        is_fit &= q == k and q in (torch.bfloat16, torch.float32) and v == torch.bfloat16 and g == torch.float32
+        return self.columns if is_fit else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +118,9 @@ BOUNDED_CHUNKS = (32, 64)
 SCAN = Launch(64, 4, 3)
 # 294 us for 65536 tokens of 12 heads, the merge included; 404 with eight warps or 64 rows
 FRAGMENT = Launch(128, 4, 2)
+# On Hopper instead of BOUNDED, and of SCAN and FRAGMENT; None: never. Not measured yet.
+COLUMNS: Columns | None = None
+COPIES: Copies | None = None
 # FP32 operands are twice as wide, and products are three: small blocks, so that every size fits into shared memory.
 EXACT = Config(Launch(32, 4, 1), Launch(16, 4, 1), Launch(16, 4, 1))
 
@@ -126,7 +130,8 @@ def choose(dtype: torch.dtype, *, keys: int, values: int) -> Config:
     if dtype == torch.float32:
         config = EXACT
     else:
-        config = Config(PREPARE, SCAN, FRAGMENT, bounded=BOUNDED if min(keys, values) >= 64 else None)
+        bounded = BOUNDED if min(keys, values) >= 64 else None
+        config = Config(PREPARE, SCAN, FRAGMENT, bounded=bounded, columns=COLUMNS, copies=COPIES)
     return config.fit(keys=keys, values=values)
 
 
