@@ -24,12 +24,12 @@ one() { # name[=folders], seconds
     eval) OMP_NUM_THREADS=4 python3 -m scripts.gpu.eval_tiny --model models/tiny --graphs 64 --json "$texts/eval.json" ;;
     idle) sleep "$2" ;;
     margins) OMP_NUM_THREADS=2 python3 -m scripts.gpu.margins --model models/tiny --device cuda ;;
-    ladder) OMP_NUM_THREADS=2 python3 -m scripts.gpu.ladder_score --json "$texts/ladder.json" ;;
+    ladder) OMP_NUM_THREADS=2 python3 -m scripts.gpu.ladder_score --every 12 --json "$texts/ladder.json" ;;
     slice) python3 -m scripts.gpu.lab_slice --seconds "$2" --json "$out/slice.json" ;;
     tests*)
       folders="$(echo "${1#tests}" | tr '=,' '  ')"
       # shellcheck disable=SC2086 (words are meant)
-      python3 -m pytest -v --timeout 100 -n 6 -m gpu -p no:cacheprovider ${folders:-tests}
+      python3 -m pytest -v --tb=short -ra --timeout 100 -n "${TEST_WORKERS:-6}" -m gpu -p no:cacheprovider ${folders:-tests}
       ;;
     *) python3 -m "scripts.gpu.lab_$1" --seconds "$2" ;;
   esac
@@ -40,7 +40,7 @@ row() { # GPU, items
   for item in $2; do
     name="${item%%:*}" seconds="${item##*:}"
     file="$texts/${name%%=*}.txt"
-    CUDA_VISIBLE_DEVICES=$1 OMP_NUM_THREADS=1 timeout $((seconds + 20)) bash -c "one $name $seconds" > "$file" 2>&1
+    CUDA_VISIBLE_DEVICES=$1 OMP_NUM_THREADS=1 timeout -s INT -k 15 $((seconds + 20)) bash -c "one $name $seconds" > "$file" 2>&1
     echo "=== $name, ended at $SECONDS s, $?"
     case $name in
       tests*) grep -E "^(FAILED|ERROR|E  )|passed|failed" "$file" | cut -c1-180 | head -40 ;;

@@ -26,6 +26,7 @@ def test_three_steps(tiny_folder: Path, tmp_path: Path, dtype: str, limit: float
         tiny_folder,
         threads=None,
         is_deterministic=False,
+        rollout={"replays_routes": True},
         engine={"place": "process", "sleeps": sleeps, "options": {**options, "max_context": 256}},
         checks={"max_k3": limit},
         eval={"every_steps": 1, "tasks": 4, "draws": 2},
@@ -44,13 +45,11 @@ def test_three_steps(tiny_folder: Path, tmp_path: Path, dtype: str, limit: float
     assert lines[-1]["memory"]["rest_bytes"] <= lines[1]["memory"]["rest_bytes"] + (1 << 16)
 
 
-@pytest.mark.parametrize(("dtype", "share"), [("float32", 0.5), ("bfloat16", 1.1)])
-def test_routes_are_replayed_where_near_ties_part_the_two(
-    tiny_folder: Path, tmp_path: Path, dtype: str, share: float
-) -> None:
-    """Two steps with captured decodes; the same rollouts once more, without their routes. Experts come in pairs that
-    differ by rounding in float32 and are equal in bfloat16, where little is parted and replay may do no harm."""
-    folder = write_near_ties(tiny_folder, tmp_path / "model")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_routes_are_replayed_where_near_ties_part_the_two(tiny_folder: Path, tmp_path: Path, dtype: str) -> None:
+    """Two steps with captured decodes; the same rollouts once more, without their routes. In float32 experts come in
+    pairs that differ by rounding; in bfloat16 any random router has near ties enough."""
+    folder = write_near_ties(tiny_folder, tmp_path / "model") if dtype == "float32" else tiny_folder
     options = {"device": "cuda", "dtype": dtype, "graph_batch": 8, "max_running": 16, "memory_bytes": 64 << 20}
 
     def settings(replays_routes: bool) -> RLConfig:
@@ -75,4 +74,4 @@ def test_routes_are_replayed_where_near_ties_part_the_two(
         dtype, [[(line["k3"], line["max_dlogp"], line["routes_changed"]) for line in some] for some in (lines, without)]
     )
     assert all(line["routes_missing"] == 0 < line["routes_tokens"] for line in lines)
-    assert sum(line["k3"] for line in lines) < share * sum(line["k3"] for line in without)
+    assert sum(line["k3"] for line in lines) < 0.5 * sum(line["k3"] for line in without)
