@@ -124,7 +124,9 @@ class KDA(nn.Module):
         q, k, v = (torch.unflatten(part, -1, (self.num_heads, -1)) for part in mixed.chunk(3, dim=-1))
         decay = log_decay(raw, weights.A_log, weights.dt_bias, lower_bound=self.lower_bound)
         beta = torch.sigmoid(b.to(decay.dtype))
-        out = self._recur(l2_norm(q), l2_norm(k), v, decay, beta, ctx)
+        # as wide as v: what is wider the matrix units would take in parts, for digits that v has not
+        q, k = (l2_norm(part).to(v.dtype) for part in (q, k))
+        out = self._recur(q, k, v, decay, beta, ctx)
         return ctx.kernels.gated_rms_norm(out, gate, weights.norm, weights.norm_eps, qkv.dtype)
 
     def _convolve(self, qkv: Tensor, weight: Tensor, ctx: ForwardContext) -> Tensor:

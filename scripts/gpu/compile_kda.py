@@ -85,7 +85,6 @@ def gluon_cases(launches: Iterable[launch.Columns]) -> Iterator[Case]:
     for is_cut in (True, False):
         cut = {"IS_CUT": is_cut, "IS_EARLY": is_cut}
         yield f"copies {is_cut}", gluon_scan.column_scan_kernel, cut, CHUNK_TYPES, {"num_warps": 8}
-    yield "copies fragment", gluon_scan.column_fragment_kernel, {}, CHUNK_TYPES, {"num_warps": 8}
 
 
 def prefill_case(part: str, config: launch.Config, dtype: torch.dtype, *, keys: int, values: int, first: int) -> Case:

@@ -45,7 +45,6 @@ def variants() -> Iterator[Variant]:
     new = replace(now, columns=Columns(), copies=Copies())
     yield "prepare", "columns, 3 programs", new
     yield "scan", "copies", new
-    yield "fragment", "copies", new
     yield "prepare", "columns, 2 programs", replace(new, columns=Columns(None))
     yield "prepare", "columns, 3 programs, chunks first", replace(new, columns=Columns(heads_first=False))
     yield "scan", "copies, not early", replace(new, copies=Copies(is_early=False))

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from baltoro.kernels.kda import prefill
+from baltoro.kernels.kda.plan import ChunkPlan
 from baltoro.kernels.kda.reference import l2_norm, recurrent
 from baltoro.kernels.spans import Spans
 from tests.kernels.gluon_by_torch import kernels
@@ -32,15 +33,16 @@ def prepare(tensors: list[Tensor], chunks: Tensor, num: int, heads_first: bool) 
     return made, gamma
 
 
-def merge(state: Tensor, spans: tuple[tuple[int, int], ...], fragments: Tensor) -> Tensor:
+def enter(state: Tensor, plan: ChunkPlan, made: list[Tensor], gamma: Tensor) -> Tensor:
     """States that enter the segments."""
-    entering = torch.empty(len(fragments), H, K, K)
-    for n, (first, count) in enumerate(spans):
-        now = state[n]
-        for segment in range(first, first + count):
-            entering[segment] = now
-            now = now @ fragments[segment, :, K:] + fragments[segment, :, :K]
-    return entering
+    w, u, k_out = (t.float() for t in made[:3])
+    entering, now = [], state[0]
+    for span, first, count, _ in plan.segments:
+        now = state[span] if not entering or plan.segments[len(entering) - 1][0] != span else now
+        entering.append(now)
+        for c in range(first, first + count):
+            now = now * gamma[c, :, None] + (u[c] - w[c] @ now.mT).mT @ k_out[c]
+    return torch.stack(entering)
 
 
 @pytest.mark.parametrize(("segment_chunks", "is_early"), [(None, True), (2, False)])
@@ -56,16 +58,9 @@ def test_gluon_kernels(segment_chunks: int | None, is_early: bool, strength: flo
     beta, state = torch.rand(num, H), torch.randn(len(lengths), H, K, K)
     plan, tables = prefill._tables(LAYOUT, C, segment_chunks, torch.device("cpu"))
     kind = torch.float32 if is_early else torch.bfloat16
-    (w, u, k_out, q_in, a), gamma = prepare(
-        [q.to(kind), k.to(kind), v, g, beta], tables["chunks"], len(plan.chunks), is_early
-    )
-    rows = [t.view(-1, t.shape[-1]) for t in (w, u, k_out, q_in, a)]
-    scan, entering = kernels(FOLDER / "gluon_scan.py"), state
-    if plan.fragments:
-        fragments = blank(len(plan.segments), H, 2 * K, K, dtype=torch.float32)
-        grid = (2, H, len(plan.fragments))
-        scan["column_fragment_kernel"](grid, *rows[:3], gamma, tables["segments"], tables["fragments"], fragments)
-        entering = merge(state, plan.spans, fragments)
+    made, gamma = prepare([q.to(kind), k.to(kind), v, g, beta], tables["chunks"], len(plan.chunks), is_early)
+    rows, scan = [t.view(-1, t.shape[-1]) for t in made], kernels(FOLDER / "gluon_scan.py")
+    entering = enter(state, plan, made, gamma) if plan.fragments else state
     out, after = blank(num, H, K), blank(len(lengths) + len(borders), H, K, K, dtype=torch.float32)
     scan["column_scan_kernel"](
         (H, len(plan.segments)), *rows, gamma, tables["chunks"], tables["segments"], tables["order"], entering,

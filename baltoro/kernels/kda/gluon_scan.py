@@ -4,8 +4,8 @@
 A program has a whole state [128, 128], so that operands are read once: 72 kB a chunk, asked for as soon as the chunk
 before last is done. Two warp groups have half of its values each. Every left factor lies in shared memory as it was
 copied; the state and U pass through it as right factors.
-In and out as `triton_chunk.scan_kernel` and `fragment_kernel`, not direct, for 64 tokens and heads of 128 in BF16. The
-interpreter does not know Gluon. Launched by `prefill`; needs triton.
+In and out as `triton_chunk.scan_kernel`, not direct, for 64 tokens and heads of 128 in BF16. The interpreter does not
+know Gluon. Launched by `prefill`; needs triton.
 """
 
 from __future__ import annotations
@@ -112,44 +112,3 @@ def column_scan_kernel(
             gl.store(leaving + (num_spans + border) * num_heads * (K * K), state)
     if is_last != 0:
         gl.store(leaving + span * num_heads * (K * K), state)
-
-
-@gluon.jit
-def column_fragment_kernel(
-    w_rows, u_rows, k_rows, gamma_ptr, segments_ptr, fragments_ptr, fragment_ptr,
-):  # fmt: skip
-    """Grid (2, heads of the group, fragments). fragment [segments, heads, 256, 128]: S~ of program 0, then M of 1."""
-    is_matrix, h, heads = gl.program_id(0), gl.program_id(1), gl.num_programs(1)
-    segment = gl.load(fragments_ptr + gl.program_id(2)).to(gl.int64)
-    first, count = gl.load(segments_ptr + segment * 4 + 1), gl.load(segments_ptr + segment * 4 + 2)
-    w, u, keys = buffers(), buffers(), buffers()
-    rows, tiles, ready = (w_rows, u_rows, k_rows), (w, u, keys), bells()
-    for one in gl.static_range(BUFFERS):
-        fetch(rows, tiles, ready, (first + one) * heads + h, one, one < count, 3 * C * K * 2)
-    states = gl.allocate_shared_memory(gl.bfloat16, [K, K], TILE)
-    fixed = gl.allocate_shared_memory(gl.bfloat16, [C, K], TILE)
-    key, value = gl.arange(0, K, gl.SliceLayout(1, SUMS)), gl.arange(0, K, gl.SliceLayout(0, SUMS))
-    state = gl.where((key[:, None] == value[None, :]) & (is_matrix != 0), 1.0, 0.0)
-    # values are not the identity's business
-    share = gl.where(is_matrix != 0, 0.0, 1.0)
-    for step in range(count):
-        slot = step % BUFFERS
-        gamma = gl.load(gamma_ptr + ((first + step).to(gl.int64) * heads + h) * K + key)
-        states.store(state.to(gl.bfloat16))
-        fence_async_shared()
-        gl.thread_barrier()
-        mbarrier.wait(ready.index(slot), (step // BUFFERS) & 1)
-        held = gl.zeros([C, K], gl.float32, SUMS)
-        held = warpgroup_mma(w.index(slot), states, held, use_acc=False, is_async=True)
-        held = warpgroup_mma_wait(0, deps=[held])
-        fixed.store((u.index(slot).load(SUMS).to(gl.float32) * share - held).to(gl.bfloat16))
-        state *= gamma[:, None]
-        fence_async_shared()
-        gl.thread_barrier()
-        state = warpgroup_mma(keys.index(slot).permute((1, 0)), fixed, state, is_async=True)
-        state = warpgroup_mma_wait(0, deps=[state])
-        gl.thread_barrier()  # every warp has read the buffers
-        following = (first + step + BUFFERS) * heads + h
-        fetch(rows, tiles, ready, following, slot, step + BUFFERS < count, 3 * C * K * 2)
-    at = fragment_ptr + (segment * heads + h) * (2 * K * K) + is_matrix * (K * K)
-    gl.store(at + (value[None, :] * K + key[:, None]), state)

@@ -207,18 +207,11 @@ class Call:
         fragments = self.state.new_empty(num, heads, values + keys, keys)
         entering = self.state.new_empty(num, heads, values, keys)
         w, u, k_out, _, _, gamma = made
-        if self.copies is not None:
-            from baltoro.kernels.kda.gluon_scan import column_fragment_kernel
-
-            column_fragment_kernel[(2, heads, len(plan.fragments))](
-                *descriptors(w, u, k_out), gamma, tables["segments"], tables["fragments"], fragments, num_warps=8
-            )
-        else:
-            fragment_kernel[((values + keys) // config.block, heads, len(plan.fragments))](
-                w, u, k_out, gamma, v, tables["chunks"], tables["segments"], tables["fragments"], fragments,
-                v.stride(0), first, **shape, BV=config.block, KIND=self.kinds.fragment, IS_DIRECT=self.config.is_direct,
-                **config.options(),
-            )  # fmt: skip
+        fragment_kernel[((values + keys) // config.block, heads, len(plan.fragments))](
+            w, u, k_out, gamma, v, tables["chunks"], tables["segments"], tables["fragments"], fragments,
+            v.stride(0), first, **shape, BV=config.block, KIND=self.kinds.fragment, IS_DIRECT=self.config.is_direct,
+            **config.options(),
+        )  # fmt: skip
         merge_kernel[(len(plan.spans), heads, values // MERGE_ROWS)](
             self.state, tables["spans"], fragments, entering, self.out.shape[1], first,
             K=keys, V=values, BV=MERGE_ROWS, KIND=self.kinds.merge, num_warps=8,
