@@ -27,6 +27,7 @@ ENVIRONMENT = {
     "BALTORO_K3_DATA": "folder of the published config.json, index and tiktoken.model; tests on them skip without",
     "BALTORO_MODEL": "model folder that serve, chat and generate use when none is given",
     "BALTORO_REFERENCE": "operations, with commas, or `all`, that run their reference; see `baltoro explain`",
+    "BALTORO_RL_TOKEN": "the secret of `baltoro rl` and a `baltoro rl-engine` on another host; @FILE: its first line",
     "BALTORO_THREADS": "torch threads of an engine; default: 1 for models narrower than 1024, else its cores",
     "TRITON_INTERPRET": "1: Triton runs kernels on a CPU, for tests; set before they are imported",
 }
