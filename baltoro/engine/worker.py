@@ -187,7 +187,7 @@ class Worker:
                 if deltas:
                     self._line.send(Deltas(tuple(deltas)))
             self._answer_unloads()
-        log(self._logger, "engine leaves", **({} if self.visits else {"stats": self.engine.stats()}))
+        log(self._logger, "engine leaves", stats=self.engine.stats())
 
     def _is_done(self) -> bool:
         if not self._line.drains:

@@ -65,6 +65,7 @@ class Child:
         for name in (zmq.SNDHWM, zmq.RCVHWM, zmq.LINGER):
             self._socket.setsockopt(name, 0)
         self._socket.bind(self.address)
+        self._let_go = weakref.finalize(self, let_go, self._context, self._socket)
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
         self._process: multiprocessing.process.BaseProcess | None = None
@@ -121,6 +122,13 @@ class Child:
                 if process.is_alive():
                     stop()
                     process.join(STOP_S)
-        self._socket.close()
-        self._context.term()
+        self._let_go()
         self._remove()
+
+
+def let_go(context: zmq.Context[zmq.Socket[bytes]], *sockets: zmq.Socket[bytes]) -> None:
+    """Close them, then the context, also where nobody has: a context that is collected before its sockets waits for
+    ever."""
+    for socket in sockets:
+        socket.close()
+    context.term()

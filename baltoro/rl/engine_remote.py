@@ -10,6 +10,7 @@ does not begin.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -24,6 +25,7 @@ from baltoro.engine.planner import resolve_dtype
 from baltoro.errors import ConfigError, TransferError
 from baltoro.model.digest import weights_digest
 from baltoro.protocol.worker import Detach, Shutdown
+from baltoro.rl.engine_ends import let_go
 from baltoro.rl.recipe import host_and_port
 from baltoro.transfer.channel import Channel
 from baltoro.transfer.secure import SILENCE_MS, as_caller, check_token
@@ -74,6 +76,7 @@ class Remote:
             self._socket.setsockopt(name, value)
         as_caller(self._socket, token)
         self._monitor = self._socket.get_monitor_socket()
+        self._let_go = weakref.finalize(self, let_go, self._context, self._monitor, self._socket)
         self._socket.connect(address)
         self._poller = zmq.Poller()
         for socket in (self._socket, self._monitor):
@@ -102,7 +105,8 @@ class Remote:
 
     def _why(self) -> str:
         if self._is_open:
-            return f"the connection to {self.address} ended, or was silent for {SILENCE_MS / 1000:g} s"
+            ended = f"the connection to {self.address} ended, or was silent for {SILENCE_MS / 1000:g} s"
+            return f"{ended}; go on with --resume once `baltoro rl-engine` runs there"
         return f"nobody listens at {self.address}: start it there with `baltoro rl-engine`"
 
     def channel(self, info: Mapping[str, Any], bucket_bytes: int, timeout_s: float) -> Channel:
@@ -112,10 +116,7 @@ class Remote:
         return call(place[0], facts["port"], bytes.fromhex(facts["key"]), bucket_bytes, timeout_s=timeout_s)
 
     def close(self, *, was_told: bool) -> None:
-        self._socket.disable_monitor()
-        self._monitor.close()
-        self._socket.close()
-        self._context.term()
+        self._let_go()
 
 
 def check_fit(address: str, info: Mapping[str, Any], config: EngineConfig, model_dir: str | Path) -> None:

@@ -34,27 +34,37 @@ HEAD = struct.Struct("<BIQ")  # kind; length of the header; length of the body
 FRAME, FREE = 1, 2
 TAG_BYTES = 32
 MAX_HEADER_BYTES = 64 << 20
-GREETING_S = 5.0
-"""How long whoever connects may take to show that it has the key."""
+GREETING_S = 3.0
+"""How long whoever connects may take to show that it has the key: others wait behind it meanwhile."""
+GIVE_BACK_S = 10.0
 
 
 class SocketChannel:
     """One end. See the module and the contract."""
 
-    def __init__(self, end: socket.socket, bucket_bytes: int, key: bytes, *, is_listener: bool) -> None:
+    def __init__(
+        self, end: socket.socket, bucket_bytes: int, key: bytes, *, is_listener: bool, timeout_s: float = GREETING_S
+    ) -> None:
         """Shake hands. Errors: TransferError(forged) where the other end lacks the key, peer, timeout, format."""
-        end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._stream = Stream(end, GREETING_S)
+        self._stream = Stream(end, timeout_s)
         self._bucket_bytes = bucket_bytes
         self._inbox: deque[Frame] = deque()
         self._num_out = self._num_held = 0  # bodies on their way there; bodies here that were not given back
         self._num_sent = self._num_taken = 0  # frames
         self.most_in_flight = 0
         try:
+            self._hurry(end)
             self._greet(key, b"listener" if is_listener else b"caller", b"caller" if is_listener else b"listener")
         except TransferError:
             self._stream.close()
             raise
+
+    def _hurry(self, end: socket.socket) -> None:
+        """A frame goes out when it is whole: none waits for the answer to the one before it."""
+        try:
+            end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        except OSError as error:  # of one that has gone already
+            raise self._stream.gone(error) from error
 
     def _greet(self, key: bytes, own: bytes, other: bytes) -> None:
         said = HELLO.pack(FORMAT, secrets.token_bytes(32), self._bucket_bytes)
@@ -140,7 +150,7 @@ class SocketChannel:
         self._num_held -= 1
         if not self._stream.is_open:
             return
-        self._stream.limit(GREETING_S)
+        self._stream.limit(GIVE_BACK_S)
         try:
             self._send(FREE, b"")
         except TransferError as error:
@@ -167,6 +177,10 @@ class SocketListener:
             end, _ = self._door.accept()
         except TimeoutError as error:
             raise TransferError("nobody connected", check="timeout") from error
+        except OSError as error:
+            if self._door.fileno() < 0:
+                raise  # this one is closed
+            raise TransferError(f"somebody connected and was gone: {error}", check="peer") from error
         return SocketChannel(end, bucket_bytes, self._key, is_listener=True)
 
     def close(self) -> None:
@@ -190,7 +204,7 @@ def call(
         end = socket.create_connection((host, port), timeout=timeout_s)
     except OSError as error:
         raise TransferError(f"nobody listens at {host}:{port}: {error}", check="peer") from error
-    return SocketChannel(end, bucket_bytes, key, is_listener=False)
+    return SocketChannel(end, bucket_bytes, key, is_listener=False, timeout_s=timeout_s)
 
 
 def _hash(key: bytes, *parts: bytes | bytearray | memoryview) -> bytes:

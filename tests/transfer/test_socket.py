@@ -53,7 +53,7 @@ def flipped(at: int) -> Callable[[bytes], bytes]:
 @pytest.fixture(autouse=True)
 def _no_nodelay(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sockets of a pair are not TCP."""
-    monkeypatch.setattr(socket.socket, "setsockopt", lambda *_: None)
+    monkeypatch.setattr(SocketChannel, "_hurry", lambda *_: None)
 
 
 def test_what_was_not_touched_arrives() -> None:
