@@ -3,6 +3,7 @@ after the other; who may come, what must be equal at both ends, and how the end 
 
 from __future__ import annotations
 
+import itertools
 import os
 import secrets
 import select
@@ -25,6 +26,7 @@ from baltoro.model.build import new_model
 from baltoro.model.weights import save_model
 from baltoro.protocol import worker
 from baltoro.rl.engine_process import EnginePolicy, PolicyOptions
+from baltoro.rl.log import read_log
 from baltoro.rl.policy import Policy
 from baltoro.transfer.socket import call
 from tests.contract.tree import ROOT
@@ -41,12 +43,25 @@ from tests.rl.engines import (
     tensors,
     tokens,
 )
+from tests.rl.test_loop import PARTIAL, num_lines, verb
 from tests.rl.test_publish_faults import FAULTS, Faulty
 
 pytestmark = pytest.mark.slow
 TOKEN = secrets.token_hex(32)
-OPTIONS = ["max_loras=2", "max_lora_rank=4", "max_context=400", "max_running=8", "page_size=16", "hash_endpoint=64"]
-RECIPE = 'name = "remote"\nmodel = "{}"\nsteps = 1\n[[tasks]]\nfamily = "arithmetic"\n[adapter]\nrank = 2\n'
+RECIPE = """
+name = "remote"
+model = "{folder}"
+steps = 1
+[[tasks]]
+family = "arithmetic"
+[engine.options]  # those of `engine_config`
+max_loras = 2
+max_lora_rank = 4
+max_context = 400
+max_running = 8
+page_size = 16
+hash_endpoint = 64
+"""
 
 
 @dataclass
@@ -69,11 +84,10 @@ class Host:
                 self.process.wait(0.05)
 
 
-def start_host(folder: Path, recipe: Path, *more: str) -> Host:
+def start_host(recipe: Path, text: str) -> Host:
     """`baltoro rl-engine` on two free ports of this machine."""
-    recipe.write_text(RECIPE.format(folder))
+    recipe.write_text(text)
     command = [sys.executable, "-m", "baltoro", "rl-engine", str(recipe), "--listen", "tcp://127.0.0.1:0"]
-    command += [word for one in (*OPTIONS, *more) for word in ("--set", f"engine.options.{one}")]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     assert process.stdout is not None
     host = Host(process, "")
@@ -108,7 +122,7 @@ def here(folder: Path) -> Here:
 @pytest.fixture(scope="module")
 def host(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
     """One engine for all tests, one after the other: that is what it is for. The last one kills it."""
-    made = start_host(folder, tmp_path_factory.mktemp("host") / "recipe.toml")
+    made = start_host(tmp_path_factory.mktemp("host") / "recipe.toml", RECIPE.format(folder=folder))
     yield made
     made.process.kill()
     made.process.wait(20)
@@ -296,12 +310,13 @@ def test_an_engine_that_is_killed_is_noticed_at_once(host: Host, folder: Path) -
 @pytest.mark.nightly
 def test_an_engine_that_is_stopped_says_so_and_one_that_falls_silent_is_lost(folder: Path, tmp_path: Path) -> None:
     """SIGINT: a last word. SIGSTOP, as a network that is cut: no answer to a heartbeat. The trainer's end alike."""
-    host = start_host(folder, tmp_path / "recipe.toml")
+    file, text = tmp_path / "recipe.toml", RECIPE.format(folder=folder)
+    host = start_host(file, text)
     policy = attach(folder, host.place)
     host.process.send_signal(signal.SIGINT)
     lost_within(policy, 5.0, "it was stopped")
     assert host.process.wait(20) == 0
-    host = start_host(folder, tmp_path / "recipe.toml")
+    host = start_host(file, text)
     with relay(host.place) as place:
         policy = attach(folder, place.address)
         place.is_cut.set()
@@ -313,6 +328,31 @@ def test_an_engine_that_is_stopped_says_so_and_one_that_falls_silent_is_lost(fol
     lost_within(policy, 12.0, "silent for 8 s")
     host.process.kill()
     host.process.wait(10)
+
+
+@pytest.mark.nightly
+def test_a_run_that_is_killed_goes_on_against_the_same_engine(tiny_folder: Path, tmp_path: Path) -> None:
+    """kill -9 of `baltoro rl` after a checkpoint; then `--resume`, whose versions lie below what was served."""
+    file, out = tmp_path / "recipe.toml", tmp_path / "run"
+    host = start_host(file, PARTIAL.format(folder=tiny_folder))
+    there = [word for one in (f"engine.place={host.place}", "is_deterministic=false") for word in ("--set", one)]
+    with verb(file, out, *there) as killed:
+        while num_lines(out) < 4:  # step 3 is in the log, step 2 in the checkpoint
+            assert killed.poll() is None
+            with suppress(subprocess.TimeoutExpired):
+                killed.wait(0.01)
+        killed.kill()
+    host.until_said("the trainer has left why=its connection ended")
+    assert verb(file, out, *there, "--resume").wait(200) == 0
+    lines = read_log(out)
+    assert [line["step"] for line in lines] == [0, 1, 2, 3, 4, 5]
+    for before, line in itertools.pairwise(lines):
+        assert line["version"] == before["version"] + ("sync" in line), "numbers are the run's own, without a gap"
+    assert lines[-1]["version"] > 5
+    assert all(line["k3"] < 1e-8 for line in lines[1:] if line["k3"] is not None)
+    host.until_said("the trainer has left why=it said so")
+    host.process.terminate()
+    assert host.process.wait(20) == 0
 
 
 class Relay:
