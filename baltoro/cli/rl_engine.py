@@ -73,8 +73,10 @@ def rl_engine(
         raise ConfigError(f"--listen {listen!r}: write tcp://HOST:PORT")
     check_device(options.device)
     host, port = place
-    line = HostLine(listen, read_token())  # both before the model is loaded, so that a taken port is known at once
-    door = open_door(host, port + 1 if port else 0)
+    token = read_token()
+    door = open_door(host, port + 1 if port else 0)  # both before the model is loaded: a taken port is known at once
+    number = door.getsockname()[0]  # of the host: pyzmq binds to no name
+    line = HostLine(f"tcp://[{number}]:{port}" if ":" in number else f"tcp://{number}:{port}", token)
     facts = {"weights": {"path": str(config.model), "digest": weights_digest(config.model)}}
 
     def tell(described: Mapping[str, Any]) -> None:
@@ -111,7 +113,7 @@ def _tell_ready(
     from baltoro.rl.recipe import host_and_port
 
     host, port = host_and_port(line.address) or ("", 0)
-    name = {"0.0.0.0": "THIS-HOST", "::": "THIS-HOST"}.get(host, host)
+    name = {"0.0.0.0": "THIS-HOST", "::": "THIS-HOST"}.get(host, f"[{host}]" if ":" in host else host)
     print(
         f"{READY} {config.name} ({config.model}, {described['model']['dtype']}) at {line.address} and port "
         f"{door.getsockname()[1]} after {seconds:.1f} s. On the trainer's host, with the same BALTORO_RL_TOKEN:\n"

@@ -115,6 +115,7 @@ class HostLine(_Closing):
         """Errors: ConfigError where nobody can listen."""
         super().__init__(zmq.ROUTER)
         as_listener(self.socket, token)
+        self.socket.setsockopt(zmq.IPV6, int("[" in address))
         self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # who has left is an error, and so we learn of it
         try:
             self.socket.bind(address)

@@ -11,6 +11,7 @@ stop rules and masks, which `cli` brings along from `chat`.
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 import os
 import shutil
@@ -187,7 +188,8 @@ class Worker:
                 if deltas:
                     self._line.send(Deltas(tuple(deltas)))
             self._answer_unloads()
-        log(self._logger, "engine leaves", stats=self.engine.stats())
+        level = logging.INFO if self.visits is None else logging.DEBUG
+        log(self._logger, "engine leaves", level=level, stats=self.engine.stats())
 
     def _is_done(self) -> bool:
         if not self._line.drains:

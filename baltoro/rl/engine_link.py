@@ -67,7 +67,7 @@ class EngineLink:
         if self._refusal is not None:
             raise ConfigError(self._refusal)
         if self._failure is not None:
-            raise WorkerLost(f"the engine is gone: {self._failure}")
+            raise WorkerLost(f"{'the engine is gone' if self.info else 'there is no engine'}: {self._failure}")
 
     def send(self, message: ToEngine | FromTrainer) -> None:
         self.check()
