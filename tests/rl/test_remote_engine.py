@@ -349,7 +349,7 @@ def test_a_run_that_is_killed_goes_on_against_the_same_engine(tiny_folder: Path,
     for before, line in itertools.pairwise(lines):
         assert line["version"] == before["version"] + ("sync" in line), "numbers are the run's own, without a gap"
     assert lines[-1]["version"] > 5
-    assert all(line["k3"] < 1e-8 for line in lines[1:] if line["k3"] is not None)
+    assert all((line.get("k3") or 0.0) < 1e-8 for line in lines[1:])  # none where a step counted no token
     host.until_said("the trainer has left why=it said so")
     host.process.terminate()
     assert host.process.wait(20) == 0
