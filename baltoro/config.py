@@ -2,7 +2,7 @@
 
 In: a TOML file, `--set a.b=value` overrides, a dataclass type. Out: an instance of it, and `dump` of what was resolved.
 Invariants: an unknown key fails, with the nearest known one in the message; a value of the wrong type fails; nothing is
-guessed. Environment variables are for debugging and tests only, and are all named in ENVIRONMENT.
+guessed. Environment variables are for debugging, tests and secrets only, and are all named in ENVIRONMENT.
 """
 
 from __future__ import annotations

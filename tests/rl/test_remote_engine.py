@@ -18,6 +18,7 @@ from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from baltoro.cli.rl_engine import READY
@@ -253,6 +254,14 @@ def test_who_has_another_token_is_turned_away(host: Host, folder: Path, monkeypa
             attach(folder, host.place)
 
 
+def test_what_is_asked_and_said_cannot_be_read_on_the_way(host: Host, folder: Path, here: Here) -> None:
+    """A message has names of its fields in it, and so it would show."""
+    assert b"max_tokens" in msgspec.msgpack.encode(ask("r"))
+    with relay(host.place) as place, attach(folder, place.address) as policy:
+        serves(policy, here, 0)
+        assert len(place.seen) > 2000 and not any(word in place.seen for word in (b"max_tokens", b"token_ids", b"key"))
+
+
 def test_a_stranger_at_the_door_of_publications_changes_nothing(host: Host, folder: Path, here: Here) -> None:
     """Without the key of this trainer: not a word is read, and the next publication goes through."""
     with attach(folder, host.place) as policy:
@@ -360,6 +369,7 @@ class Relay:
 
     def __init__(self, place: str) -> None:
         self.is_cut = threading.Event()
+        self.seen = bytearray()  # all that passed, in both directions
         self._there = place.removeprefix("tcp://").split(":")
         self._door = socket.create_server(("127.0.0.1", 0))
         self.address = f"tcp://127.0.0.1:{self._door.getsockname()[1]}"
@@ -373,7 +383,13 @@ class Relay:
         far = socket.create_connection((self._there[0], int(self._there[1])))
         while not self.is_cut.is_set():
             for end in select.select([near, far], [], [], 0.05)[0]:
-                (far if end is near else near).sendall(end.recv(65536))
+                data = end.recv(65536)
+                self.seen += data
+                (far if end is near else near).sendall(data)
+                if not data:
+                    near.close()
+                    far.close()
+                    return
         with closing(near), closing(far):
             threading.Event().wait(30.0)
 
