@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import closing, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -85,22 +85,26 @@ class Host:
                 self.process.wait(0.05)
 
 
-def start_host(recipe: Path, text: str) -> Host:
-    """`baltoro rl-engine` on two free ports of this machine."""
+@contextmanager
+def running_host(recipe: Path, text: str) -> Iterator[Host]:
+    """`baltoro rl-engine` on two free ports of this machine; killed at the end if it still runs."""
     recipe.write_text(text)
     command = [sys.executable, "-m", "baltoro", "rl-engine", str(recipe), "--listen", "tcp://127.0.0.1:0"]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    assert process.stdout is not None
-    host = Host(process, "")
-    for line in process.stdout:
-        host.lines.append(line)
-        if "engine.place=" in line:
-            break
-    assert host.has_said(READY), host.lines
-    host.place = host.lines[-1].rpartition("engine.place=")[2].strip()
-    out = process.stdout
-    threading.Thread(target=lambda: host.lines.extend(out), daemon=True).start()
-    return host
+    try:
+        assert process.stdout is not None
+        host, out = Host(process, ""), process.stdout
+        for line in out:
+            host.lines.append(line)
+            if "engine.place=" in line:
+                break
+        assert host.has_said(READY), host.lines
+        host.place = host.lines[-1].rpartition("engine.place=")[2].strip()
+        threading.Thread(target=lambda: host.lines.extend(out), daemon=True).start()
+        yield host
+    finally:
+        process.kill()
+        process.wait(20)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -123,10 +127,8 @@ def here(folder: Path) -> Here:
 @pytest.fixture(scope="module")
 def host(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
     """One engine for all tests, one after the other: that is what it is for. The last one kills it."""
-    made = start_host(tmp_path_factory.mktemp("host") / "recipe.toml", RECIPE.format(folder=folder))
-    yield made
-    made.process.kill()
-    made.process.wait(20)
+    with running_host(tmp_path_factory.mktemp("host") / "recipe.toml", RECIPE.format(folder=folder)) as made:
+        yield made
 
 
 def attach(folder: Path, place: str, **options: object) -> EnginePolicy:
@@ -320,48 +322,46 @@ def test_an_engine_that_is_killed_is_noticed_at_once(host: Host, folder: Path) -
 def test_an_engine_that_is_stopped_says_so_and_one_that_falls_silent_is_lost(folder: Path, tmp_path: Path) -> None:
     """SIGINT: a last word. SIGSTOP, as a network that is cut: no answer to a heartbeat. The trainer's end alike."""
     file, text = tmp_path / "recipe.toml", RECIPE.format(folder=folder)
-    host = start_host(file, text)
-    policy = attach(folder, host.place)
-    host.process.send_signal(signal.SIGINT)
-    lost_within(policy, 5.0, "it was stopped")
-    assert host.process.wait(20) == 0
-    host = start_host(file, text)
-    with relay(host.place) as place:
-        policy = attach(folder, place.address)
-        place.is_cut.set()
+    with running_host(file, text) as host:
+        policy = attach(folder, host.place)
+        host.process.send_signal(signal.SIGINT)
+        lost_within(policy, 5.0, "it was stopped")
+        assert host.process.wait(20) == 0
+    with running_host(file, text) as host:
+        with relay(host.place) as place:
+            policy = attach(folder, place.address)
+            place.is_cut.set()
+            lost_within(policy, 12.0, "silent for 8 s")
+            host.until_said("the trainer has left why=its connection ended")
+        attach(folder, host.place).close()
+        policy = attach(folder, host.place)
+        host.process.send_signal(signal.SIGSTOP)
         lost_within(policy, 12.0, "silent for 8 s")
-        host.until_said("the trainer has left why=its connection ended")
-    attach(folder, host.place).close()
-    policy = attach(folder, host.place)
-    host.process.send_signal(signal.SIGSTOP)
-    lost_within(policy, 12.0, "silent for 8 s")
-    host.process.kill()
-    host.process.wait(10)
 
 
 @pytest.mark.nightly
 def test_a_run_that_is_killed_goes_on_against_the_same_engine(tiny_folder: Path, tmp_path: Path) -> None:
     """kill -9 of `baltoro rl` after a checkpoint; then `--resume`, whose versions lie below what was served."""
     file, out = tmp_path / "recipe.toml", tmp_path / "run"
-    host = start_host(file, PARTIAL.format(folder=tiny_folder))
-    there = [word for one in (f"engine.place={host.place}", "is_deterministic=false") for word in ("--set", one)]
-    with verb(file, out, *there) as killed:
-        while num_lines(out) < 4:  # step 3 is in the log, step 2 in the checkpoint
-            assert killed.poll() is None
-            with suppress(subprocess.TimeoutExpired):
-                killed.wait(0.01)
-        killed.kill()
-    host.until_said("the trainer has left why=its connection ended")
-    assert verb(file, out, *there, "--resume").wait(200) == 0
-    lines = read_log(out)
-    assert [line["step"] for line in lines] == [0, 1, 2, 3, 4, 5]
-    for before, line in itertools.pairwise(lines):
-        assert line["version"] == before["version"] + ("sync" in line), "numbers are the run's own, without a gap"
-    assert lines[-1]["version"] > 5
-    assert all((line.get("k3") or 0.0) < 1e-8 for line in lines[1:])  # none where a step counted no token
-    host.until_said("the trainer has left why=it said so")
-    host.process.terminate()
-    assert host.process.wait(20) == 0
+    with running_host(file, PARTIAL.format(folder=tiny_folder)) as host:
+        there = [word for one in (f"engine.place={host.place}", "is_deterministic=false") for word in ("--set", one)]
+        with verb(file, out, *there) as killed:
+            while num_lines(out) < 4:  # step 3 is in the log, step 2 in the checkpoint
+                assert killed.poll() is None
+                with suppress(subprocess.TimeoutExpired):
+                    killed.wait(0.01)
+            killed.kill()
+        host.until_said("the trainer has left why=its connection ended")
+        assert verb(file, out, *there, "--resume").wait(200) == 0
+        lines = read_log(out)
+        assert [line["step"] for line in lines] == [0, 1, 2, 3, 4, 5]
+        for before, line in itertools.pairwise(lines):
+            assert line["version"] == before["version"] + ("sync" in line), "numbers are the run's own, without a gap"
+        assert lines[-1]["version"] > 5
+        assert all((line.get("k3") or 0.0) < 1e-8 for line in lines[1:])  # none where a step counted no token
+        host.until_said("the trainer has left why=it said so")
+        host.process.terminate()
+        assert host.process.wait(20) == 0
 
 
 class Relay:
