@@ -58,7 +58,7 @@ def full_desk(*, running: int = 256, tree_tokens: int = 1_000_000, endpoint: int
         memory_bytes=200 * 10**9, max_running=running, max_waiting=running, max_batch_tokens=2048,
         hash_endpoint=endpoint, track_interval=max(256, endpoint),
     )  # fmt: skip
-    layout = arena_layout(model, torch.bfloat16, config.page_size)
+    layout = arena_layout(model, torch.bfloat16, config.page_size, has_routes=config.keeps_routed_experts)
     memory = build_books(config, layout, plan_replay(config, model, layout, torch.bfloat16), chunk=CHUNK)
     assert memory.cache is not None
     desk = Desk(

@@ -157,7 +157,7 @@ class Replay:
         plan: MemoryPlan | None = None,
     ) -> None:
         """`plan`: instead of what the planner makes of `config`. Errors: ConfigError."""
-        self._layout = arena_layout(model, dtype, config.page_size)
+        self._layout = arena_layout(model, dtype, config.page_size, has_routes=config.keeps_routed_experts)
         plan = plan or plan_replay(config, model, self._layout, dtype)
         self._memory = build_books(config, self._layout, plan, chunk=CHUNK)
         self._scheduler = Scheduler(config, self._memory, max_running=plan.max_running)

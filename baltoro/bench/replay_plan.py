@@ -25,7 +25,7 @@ def replay_config(model: K3Config, *, arena_bytes: int, slot_share: float = 0.5,
     config = EngineConfig(**({"memory_bytes": arena_bytes, "overlap": True} | options))
     if config.pool == "unified":
         return config
-    layout = arena_layout(model, torch.bfloat16, config.page_size)
+    layout = arena_layout(model, torch.bfloat16, config.page_size, has_routes=config.keeps_routed_experts)
     if not 0.0 < slot_share < 1.0:
         raise ConfigError(f"the share of slots is {slot_share}: give one between 0 and 1")
     if not layout.slot_bytes or not layout.page_bytes:

@@ -115,6 +115,8 @@ def _show_plan(config: RLConfig, console: Console) -> None:
         ("publication", f"{_bytes(plan.sync_bytes)} in {plan.sync_tensors} tensors a step"),
         ("step", f"{plan.attempts} attempts, at most {plan.most_tokens:,} sampled tokens; {config.steps} steps"),
     ]  # fmt: skip
+    if plan.route_bytes:
+        rows.append(("routes replayed", f"{plan.route_bytes} bytes a token, with the rollouts and in their dumps"))
     width = max(len(name) for name, _ in rows)
     for name, text in rows:
         console.print(f"{name:{width}}  {text}", highlight=False, soft_wrap=True)

@@ -37,7 +37,7 @@ def build_memory(
 ) -> tuple[Pool, Memory, HostStore | None]:
     """Arena, books, and the host's slabs if there are any. Errors: ConfigError for an unknown retention policy, a host
     tier that holds nothing, a disk tier without a host tier."""
-    layout = arena_layout(model.config, dtype, config.page_size)
+    layout = arena_layout(model.config, dtype, config.page_size, has_routes=config.keeps_routed_experts)
     shape, books = _books(config, layout, plan)
     pool = Pool(shape, config.device)
     if config.is_poisoned:
@@ -92,7 +92,8 @@ def _books(config: EngineConfig, layout: ArenaLayout, plan: MemoryPlan) -> tuple
 def _disk(config: EngineConfig, model: Model, dtype: torch.dtype) -> DiskTier | None:
     if not config.disk_cache_dir:
         return None
-    return DiskTier.open(Path(config.disk_cache_dir), config.disk_cache_bytes, fingerprint(model, dtype))
+    meaning = fingerprint(model, dtype) + (b"routes" if config.keeps_routed_experts else b"")
+    return DiskTier.open(Path(config.disk_cache_dir), config.disk_cache_bytes, meaning)
 
 
 def fingerprint(model: Model, dtype: torch.dtype) -> bytes:

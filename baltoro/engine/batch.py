@@ -104,6 +104,7 @@ class Span(msgspec.Struct, frozen=True):
     targets       prompt tokens to be scored, the first of them by the logits of row `first_target` of the span
     snapshots     of a prefill: taken inside the forward; those of decodes are in the plan's `after`
     adapter       adapter slot, 0 for the base
+    routes_from   routes of the positions from here to the span's end are wanted; None: none are
     """
 
     request: Request
@@ -119,6 +120,7 @@ class Span(msgspec.Struct, frozen=True):
     media: tuple[MediaRun, ...] = ()
     snapshots: tuple[SpanSnapshot, ...] = ()
     adapter: int = 0
+    routes_from: int | None = None
 
     @property
     def end(self) -> int:
@@ -162,10 +164,12 @@ class Scored(msgspec.Struct, frozen=True):
 
 
 class Result(msgspec.Struct, frozen=True):
-    """What the runner found: one Found per span with a draw, one Scored per span with targets, in plan order."""
+    """What the runner found: one Found per span with a draw, one Scored per span with targets, the routes of every span
+    that wants some, each in plan order."""
 
     found: Sequence[Found]
     scores: Sequence[Scored] = ()
+    routes: Sequence[bytes] = ()
 
 
 class Draft(msgspec.Struct, frozen=True):
@@ -283,6 +287,7 @@ def _span(draft: Draft, taken: tuple[DueSnapshot, ...], memory: PlanMemory) -> S
         media=media,
         snapshots=snapshots,
         adapter=request.adapter_slot,
+        routes_from=request.plan_routes(end) if request.wants_routes else None,
     )
 
 

@@ -14,6 +14,8 @@ from baltoro.errors import ConfigError
 
 Auto = Literal["auto"]
 DTYPES = ("auto", "bfloat16", "float32", "float64")
+MAX_WINDOW = 8
+"""Of `verify_window`: what the kernels take, again here because they need torch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,8 +53,12 @@ class EngineConfig:
                       that has the base for itself and where they take at most 1 GiB
     expert_inputs     mxfp8: what the routed experts' products read is rounded to MXFP8 (W4A8); plain: it is not. A
                       policy trainer on this engine does the same
+    keeps_routed_experts  which experts the routers took lies behind the KV of each token, so that a request may ask for
+                      it (return_routed_experts); 2 bytes a token, layer and expert taken
     max_logit_rows    rows whose logits one step may hold for prompt logprobs (each is vocab_size values)
     graph_batch       steps of up to so many decodes are captured as CUDA graphs at the start; 0 is off
+    verify_window     tokens of a draft window, the last drawn one and its drafts: verify steps get their memory, and
+                      are captured with graph_batch; 0 is off. The scheduler plans none yet
     retract_every     debugging: take the memory of one running request every so many steps; 0 is off
     is_poisoned       debugging: fill memory that changes hands with NaN
     """
@@ -85,11 +91,13 @@ class EngineConfig:
     base_path: str = ""
     expert_weights: Literal["auto", "packed", "dense"] = "auto"
     expert_inputs: Literal["plain", "mxfp8"] = "plain"
+    keeps_routed_experts: bool = False
     max_logit_rows: int = 256
     dtype: str = "auto"
     device: str = "cpu"
     seed: int = 0
     graph_batch: int = 0
+    verify_window: int = 0
     retract_every: int = 0
     is_poisoned: bool = False
 
@@ -127,8 +135,18 @@ class EngineConfig:
         _need(self.graph_batch >= 0, "graph_batch", self.graph_batch, "must be 0 (off) or a number of decodes")
         is_on_gpu = self.device.startswith("cuda")
         _need(is_on_gpu or not self.graph_batch, "graph_batch", self.graph_batch, "needs a GPU: set device to cuda")
+        self._check_window()
         _need(self.retract_every >= 0, "retract_every", self.retract_every, "must be 0 (off) or a number of steps")
         _need(self.seed >= 0, "seed", self.seed, "must not be negative")
+
+    def _check_window(self) -> None:
+        """The kernels take windows of up to MAX_WINDOW tokens; one of a single token has no draft in it."""
+        window, advice = self.verify_window, f"must be 0 (off) or 2 .. {MAX_WINDOW}: a drawn token and its drafts"
+        _need(window == 0 or 2 <= window <= MAX_WINDOW, "verify_window", window, advice)
+        advice = "is more than a step takes: raise max_batch_tokens"
+        _need(window <= self.max_batch_tokens, "verify_window", window, advice)
+        advice = "is more than prompt and output of a request: raise max_context"
+        _need(self.max_context == "auto" or window < self.max_context, "verify_window", window, advice)
 
     def _check_tiers(self) -> None:
         """A tier that would silently do nothing is refused."""

@@ -26,6 +26,7 @@ def make_delta(request: Request, found: Found | None, ending: Ending | None, ver
         num_prompt_tokens=request.num_prompt,
         num_cached_tokens=request.hold.num_cached or 0,
         version=version,
+        routed_experts=None if ending is None or not request.routes else bytes(request.routes),
         error=None if ending is None else ending.error,
         error_status=None if ending is None else ending.error_status,
     )

@@ -18,6 +18,7 @@ import msgspec
 import torch
 
 from baltoro.cache.pages import pages_for
+from baltoro.cache.windows import WindowRecords
 from baltoro.engine.adapters import AdapterBook, AdapterVersion, parse_modules
 from baltoro.engine.assemble import build_memory
 from baltoro.engine.base import Base, base_facts, share_model, trim_heap
@@ -74,7 +75,8 @@ class Engine:
         self.base = base
         self.model_config = model.config
         self.dtype = dtype = dtype or resolve_dtype(config)
-        self.bank = _bank(model, config)  # before memory is planned: it takes some
+        self.bank = _bank(model, config)  # before memory is planned: it takes some, and so do records of windows
+        records = _records(model, config, dtype)
         free = free_bytes(config.device)
         self.plan = plan_memory(config, model.config, dtype, free, chunk=model.state_chunk)
         self.pool, memory, host = build_memory(config, model, self.plan, dtype)
@@ -85,6 +87,10 @@ class Engine:
             model, self.pool, config.device, host=host, bank=self.bank, fixed_slots=fixed,
             quant=FakeQuant(activations=config.expert_inputs == "mxfp8"),
         )  # fmt: skip
+        if records is not None:
+            self.runner.prepare_verify(
+                records, pages_for(self.plan.max_context + config.verify_window, config.page_size)
+            )
         if config.graph_batch:
             largest = min(config.graph_batch, self.plan.max_running)
             most = pages_for(self.plan.max_context, config.page_size)
@@ -130,6 +136,7 @@ class Engine:
                 stop_rule=self._stop_rules(params) if self._stop_rules is not None else None,
                 mask=self._masks(submit) if self._masks is not None else None,
                 media=runs,
+                wants_routes=submit.return_routed_experts,
             )
             for index in range(submit.n)
         ]
@@ -153,6 +160,11 @@ class Engine:
             raise RequestError(f"logit_bias names an id outside 0..{vocab - 1}", param="logit_bias")
         if any(not 0 <= token < vocab for token in params.stop_token_ids):
             raise RequestError(f"stop_token_ids has an id outside 0..{vocab - 1}", param="stop_token_ids")
+        if submit.return_routed_experts and not self.config.keeps_routed_experts:
+            raise RequestError(
+                "this engine does not keep which experts its routers took: start it with keeps_routed_experts",
+                param="return_routed_experts",
+            )
         if submit.adapter is not None:
             self.adapters.select(submit.adapter)
         if self.scheduler.is_alive(submit.request_id):
@@ -288,12 +300,25 @@ def _bank(model: Model, config: EngineConfig) -> AdapterBank | None:
     return add_adapters(model, config.max_loras, config.max_lora_rank, has_experts=config.lora_experts)
 
 
+def _records(model: Model, config: EngineConfig, dtype: torch.dtype) -> WindowRecords | None:
+    if not config.verify_window:
+        return None
+    if not isinstance(model, K3Model):
+        raise ConfigError("verify_window: this model verifies no windows")
+    shape = model.config
+    return WindowRecords(
+        len(shape.kda_layers), config.max_running, config.verify_window,
+        heads=shape.kda_num_heads, dim=shape.kda_head_dim, dtype=dtype, device=config.device,
+    )  # fmt: skip
+
+
 def _fixed_slots(model: Model, config: EngineConfig) -> int:
     """Slots of the bank where terms of adapters are had in fixed form: on a GPU, where asking which rows have which
     adapter waits for the device, for few slots and small experts."""
     if config.device == "cpu" or config.max_loras > MAX_FIXED_SLOTS or not isinstance(model, K3Model):
         return 0
-    return config.max_loras if model.can_fix_adapters(config.max_batch_tokens) else 0
+    most = max(config.max_batch_tokens, config.max_running * config.verify_window)
+    return config.max_loras if model.can_fix_adapters(most) else 0
 
 
 def load_engine(

@@ -17,6 +17,7 @@ from baltoro.cache.grid import Grid
 from baltoro.cache.pages import pages_for
 from baltoro.cache.pool import ALIGNMENT, ArenaLayout, ArenaShape, Part, UnifiedShape
 from baltoro.engine.config import EngineConfig
+from baltoro.engine.routes import row_with_routes
 from baltoro.errors import ConfigError
 from baltoro.kernels.precision import acc_dtype
 from baltoro.model.config import K3Config
@@ -59,15 +60,18 @@ class MemoryPlan:
         return asdict(self) | {"kv_tokens": self.num_pages * self.page_size}
 
 
-def arena_layout(model: K3Config, dtype: torch.dtype, page_size: int) -> ArenaLayout:
+def arena_layout(model: K3Config, dtype: torch.dtype, page_size: int, *, has_routes: bool = False) -> ArenaLayout:
     """Slot: recurrent states [L, H, V, K] and conv history [L, W-1, 3HK] of all KDA layers. Row: [L, R+Dr] of all MLA
-    layers."""
+    layers, or flat with routes behind it (`engine/routes.py`)."""
     num_kda, num_mla = len(model.kda_layers), len(model.mla_layers)
     heads, dim = model.kda_num_heads, model.kda_head_dim
     recurrent = Part((num_kda, heads, dim, dim), acc_dtype(dtype))
     conv = Part((num_kda, model.conv_size - 1, 3 * model.kda_width), dtype)
     row = Part((num_mla, model.kv_row_width), dtype)
-    return ArenaLayout((recurrent, conv) if num_kda else (), row if num_mla else None, page_size)
+    kept = row if num_mla else None
+    return ArenaLayout(
+        (recurrent, conv) if num_kda else (), row_with_routes(kept, model) if has_routes else kept, page_size
+    )
 
 
 def plan_grid(config: EngineConfig, layout: ArenaLayout, chunk: int) -> Grid:
@@ -88,7 +92,7 @@ def plan_memory(
     config: EngineConfig, model: K3Config, dtype: torch.dtype, free_bytes: int, *, chunk: int = 64
 ) -> MemoryPlan:
     """Resolve pages, slots, running requests, context and grid. Errors: ConfigError when one request cannot fit."""
-    layout = arena_layout(model, dtype, config.page_size)
+    layout = arena_layout(model, dtype, config.page_size, has_routes=config.keeps_routed_experts)
     wanted_context = model.max_position_embeddings
     if config.max_context != "auto":
         wanted_context = config.max_context

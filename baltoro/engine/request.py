@@ -166,6 +166,12 @@ class Request:
     """Prompt tokens whose logprobs the plan in flight will bring."""
     places: Places | None = None
     """Where slot and pages lie. Single writer: `engine/memory.py`."""
+    wants_routes: bool = False
+    """Whether it is to be told which experts the routers took."""
+    num_routed: int = 0
+    """Positions from 0 on whose routes are here, or will come with the plan in flight; 0 again after a retraction."""
+    routes: bytearray = field(default_factory=bytearray)
+    """Of positions 0 .. as far as they were computed, of the newest forward of each (`model/routes.py`)."""
     has_penalty: bool = field(init=False)
     """Whether sampling depends on the tokens so far."""
 
@@ -215,6 +221,16 @@ class Request:
             return True
         is_blind = self.mask is not None or self.has_penalty
         return not is_blind and self.num_output + 1 < self.max_tokens
+
+    def plan_routes(self, end: int) -> int:
+        """The first position whose routes the next plan, which computes up to `end`, is to bring: behind those that are
+        here or on their way. At first that is 0: a prefix from the cache brings those it was computed with."""
+        first, self.num_routed = self.num_routed, end
+        return first
+
+    def keep_routes(self, first: int, end: int, found: bytes) -> None:
+        """Routes of positions first .. end-1; what was known of these and later ones is forgotten."""
+        self.routes[first * (len(found) // (end - first)) :] = found
 
     def take(self, token: int) -> Ending | None:
         """Append a sampled token and say whether the request ends with it: stop ids and strings before the length."""

@@ -20,12 +20,15 @@ from torch import Tensor
 
 from baltoro.cache.host_store import HostStore
 from baltoro.cache.pool import Pool
+from baltoro.cache.windows import WindowRecords
 from baltoro.engine import sampler
 from baltoro.engine.batch import Draw, Plan, Result, Scored, Span, num_pages
 from baltoro.engine.copies import to_device
-from baltoro.engine.graphs import Backend, DecodeGraphs, Report
+from baltoro.engine.graphs import Backend, DecodeGraphs, Report, StepSet, capture_all
 from baltoro.engine.media import build_media
 from baltoro.engine.moves import Mover
+from baltoro.engine.routes import Reading, split_rows
+from baltoro.engine.spec.verify import Verifier
 from baltoro.kernels.precision import acc_dtype
 from baltoro.kernels.spans import Spans
 from baltoro.model.config import K3Config
@@ -83,10 +86,11 @@ class Runner:
         self.quant = quant or FakeQuant()
         self.fixed_slots = fixed_slots
         self.graphs: DecodeGraphs | None = None
+        self.verifier: Verifier | None = None
         self._bank = bank
         self.pool = pool
         self.device = torch.device(device)
-        self.views = cache_views(pool)
+        self.views, self._routes = cache_views(pool, model.config)
         self._mover = Mover(pool, host)
         self._ids: Tensor | None = None  # drawn by the last plan issued
 
@@ -121,6 +125,9 @@ class Runner:
                 scores.append(sampler.score(part, span.targets, span.num_top).to_host())
                 done += len(span.targets)
         on_host = None if drawn is None else drawn.to_host()
+        reading = None
+        if self._routes is not None and any(span.routes_from is not None for span in plan.spans):
+            reading = Reading(self._routes, plan.spans, self.pool.layout.page_size)
         event = None
         if self.device.type == "cuda":
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -130,12 +137,27 @@ class Runner:
             if event is not None:
                 event.synchronize()
             found = [] if on_host is None else on_host.found()
-            return Result(found, [Scored(*score.lists()) for score in scores])
+            scored = [Scored(*score.lists()) for score in scores]
+            return Result(found, scored, () if reading is None else reading.parts())
 
         return finish
 
+    def prepare_verify(self, records: WindowRecords, max_pages: int) -> None:
+        """From now on draft windows can be verified, of requests of `max_pages` pages with theirs. Before `capture`."""
+        self.verifier = Verifier(
+            self.model,
+            self.views,
+            records,
+            page_size=self.pool.layout.page_size,
+            max_pages=max_pages,
+            device=self.device,
+            adapter_slots=self.fixed_slots,
+            quant=self.quant,
+        )
+
     def capture(self, max_batch: int, max_pages: int, backend: Backend, report: Report | None = None) -> None:
-        """From now on plans of at most `max_batch` decodes, and of `max_pages` pages each, replay captured steps."""
+        """From now on plans of at most `max_batch` decodes, and of `max_pages` pages each, replay captured steps, and
+        so do verify steps of at most `max_batch` windows."""
         self.graphs = DecodeGraphs(
             self.model,
             self.views,
@@ -143,11 +165,14 @@ class Runner:
             max_pages=max_pages,
             max_batch=max_batch,
             device=self.device,
-            backend=backend,
-            report=report,
             adapter_slots=self.fixed_slots,
             quant=self.quant,
         )
+        sets: list[StepSet] = [self.graphs]
+        if self.verifier is not None:
+            self.verifier.plan_captures(max_batch)
+            sets.insert(0, self.verifier)  # steps of more rows come first
+        capture_all(sets, backend, report)
 
     def _draw(self, logits: Tensor, draws: Sequence[Draw], *, is_captured: bool) -> sampler.Drawn | sampler.Likeliest:
         """Ids of the rows: a captured step has found the likeliest ones already."""
@@ -205,15 +230,20 @@ class Runner:
         return to_device(there, self.device)
 
 
-def cache_views(pool: Pool) -> CacheViews:
-    """The pool's views, one a layer, as the model wants them."""
+def cache_views(pool: Pool, config: K3Config) -> tuple[CacheViews, Tensor | None]:
+    """The pool's views, one a layer, as the model wants them; and routes of all layers, int16 [rows, Y, A], where rows
+    have them behind their KV."""
     recurrent, conv = pool.slot_views() if pool.layout.slot_parts else (None, None)
-    rows = pool.row_view()
-    return CacheViews(
+    rows, routes, row = pool.row_view(), None, pool.layout.row
+    if rows is not None and row is not None and len(row.shape) == 1:
+        rows, routes = split_rows(rows, config)
+    views = CacheViews(
         recurrent=() if recurrent is None else recurrent.unbind(1),
         conv=() if conv is None else conv.unbind(1),
         kv=() if rows is None else rows.unbind(2),
+        routes=() if routes is None else routes.unbind(1),
     )
+    return views, routes
 
 
 def _logit_rows(spans: Sequence[Span]) -> tuple[list[int], list[int]]:

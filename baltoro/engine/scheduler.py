@@ -278,7 +278,7 @@ class Scheduler:
             raise InvariantError(f"request {victim.name} is in flight and cannot be retracted")
         remove_in_order(self.running, victim)
         self.memory.retract(victim)
-        victim.state, victim.adapter_slot = State.WAITING, 0
+        victim.state, victim.adapter_slot, victim.num_routed = State.WAITING, 0, 0
         self.waiting.push(victim)
         if is_crowded:
             self.counts.retractions += 1
@@ -302,7 +302,7 @@ class Scheduler:
     # ---- commit --------------------------------------------------------------------------------------------------
     def commit(self, plan: Plan, result: Result) -> None:
         """Settle what the step computed: progress, tokens, endings."""
-        drawn, scores = iter(result.found), iter(result.scores)
+        drawn, scores, routes = iter(result.found), iter(result.scores), iter(result.routes)
         self._num_flights -= 1
         self.memory.thaw()
         for span in plan.spans:
@@ -313,12 +313,15 @@ class Scheduler:
                 request.drawn_at = None
             found = next(drawn) if span.draw is not None else None
             scored = next(scores) if span.targets else None
+            routed = next(routes) if span.routes_from is not None else None
             if request.state is State.FINISHED:  # it ended while this step was under way
                 if not request.num_in_flight:
                     self._leaving.remove(request)
                     self.memory.release(request)
                 continue
             self._advance(request, span)
+            if routed is not None and span.routes_from is not None:
+                request.keep_routes(span.routes_from, span.end, routed)
             if scored is not None:
                 request.prompt_logprobs += scored.logprobs
                 request.prompt_tops += scored.tops

@@ -120,6 +120,11 @@ class K3Config:
         return self.num_experts > 0 and layer >= self.first_dense_layers and layer % self.moe_layer_freq == 0
 
     @property
+    def expert_layers(self) -> tuple[int, ...]:
+        """The decoder's mixtures of experts."""
+        return tuple(i for i in range(self.num_layers) if self.has_experts(i))
+
+    @property
     def expert_width(self) -> int:
         """Input and output width of a routed expert."""
         return self.latent_size or self.hidden_size

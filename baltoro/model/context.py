@@ -4,7 +4,8 @@ Engine (serving) and trainer fill it in; the model reads it; nobody writes it. T
 every span then starts at 0 and sees only itself.
 
 Layout of a serving step: the first `num_decodes` spans have length 1 and go through the recurrent and absorbed
-kernels; the others go through the chunk and expanded kernels. Both kinds may be in one step.
+kernels; the others go through the chunk and expanded kernels. Both kinds may be in one step. With `windows` the first
+spans are draft windows of one width instead: verified, they read the state and do not move it.
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ from torch import Tensor
 
 from baltoro.errors import ShapeError
 from baltoro.kernels.dispatch import Kernels, kernels_for
+from baltoro.kernels.kda.fused_reference import Window
 from baltoro.kernels.lora.rows import AdapterRows
 from baltoro.kernels.spans import Borders, Spans
+from baltoro.model.routes import Routes
 from baltoro.model.state import CacheViews
 
 
@@ -46,8 +49,8 @@ class CacheMap:
     page_size   positions per page
     views       the cache tensors themselves
     snapshots   states of this step to keep besides; any number per span
-    lengths     int64 [decodes], keys that each decode token sees, itself included; None: as the spans say. A captured
-                step has them here, since the spans are of the host
+    lengths     int64 [decodes], keys that each decode token (of a draft window: the last that counts) sees, itself
+                included; None: as the spans say. A captured step has them here, since the spans are of the host
     """
 
     slots: Tensor
@@ -82,6 +85,24 @@ class FakeQuant:
     activations: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class DraftWindows:
+    """Verify: the decodes of the step are windows of W tokens each, the last one known and drafts behind it.
+
+    lengths  int64 [decodes], tokens of each window that count, 1 .. W; what is behind them fills it up: no token that
+             counts sees it, and its logits mean nothing
+    records  inputs of all KDA layers, [L, decodes, W, ..]: filled by the step, for the fold that moves the states
+    """
+
+    lengths: Tensor
+    records: Window
+
+    @property
+    def width(self) -> int:
+        """W."""
+        return self.records.k.shape[2]
+
+
 @dataclass(frozen=True)
 class ForwardContext:
     """T packed tokens of N spans.
@@ -89,11 +110,13 @@ class ForwardContext:
     tokens       int64 [T]
     spans        lengths, absolute starts
     cache        None in training
-    num_decodes  leading spans of length 1 that take the decode kernels; 0 in training
+    num_decodes  leading spans of length 1 (draft windows: of W) that take the decode kernels; 0 in training
     logit_rows   int64 [M] rows whose logits are wanted; None: all
     adapters     adapter slot of each span, 0 for none; None: none in the whole step
     fixed_slots  terms of adapters in fixed form for so many slots (`AdapterRows.fixed`); 0: row by row
     captured     adapters of the rows where only the device knows them, in fixed form: decodes of a captured step
+    windows      the decodes are draft windows: their KDA states stay as they are
+    routes       experts to be taken instead of those that the routers would choose (training); None: they choose
     """
 
     tokens: Tensor
@@ -107,12 +130,16 @@ class ForwardContext:
     adapters: tuple[int, ...] | None = None
     fixed_slots: int = 0
     captured: AdapterRows | None = None
+    windows: DraftWindows | None = None
+    routes: Routes | None = None
 
     def __post_init__(self) -> None:
         if self.tokens.shape != (self.spans.num_tokens,):
             raise ShapeError(f"{tuple(self.tokens.shape)} tokens for {self.spans.num_tokens} rows of spans")
-        if any(n != 1 for n in self.spans.lengths[: self.num_decodes]):
-            raise ShapeError(f"the first {self.num_decodes} spans are decodes and must have length 1")
+        if any(n != self.window for n in self.spans.lengths[: self.num_decodes]):
+            raise ShapeError(f"the first {self.num_decodes} spans are decodes and must have length {self.window}")
+        if self.windows is not None and (self.cache is None or self.cache.lengths is None):
+            raise ShapeError("draft windows need a cache that says how many keys their last tokens see")
         if self.cache is None and any(self.spans.starts):
             raise ShapeError("a span that starts after 0 needs a cache")
         if any(start == 0 for start in self.spans.starts[: self.num_decodes]):
@@ -121,6 +148,8 @@ class ForwardContext:
             raise ShapeError("decode spans need a cache")
         if self.adapters is not None and len(self.adapters) != len(self.spans):
             raise ShapeError(f"{len(self.adapters)} adapter slots for {len(self.spans)} spans")
+        if self.routes is not None and len(self.routes.ids) != len(self.tokens):
+            raise ShapeError(f"routes of {len(self.routes.ids)} tokens for {len(self.tokens)} rows")
         if self.cache is not None:
             self._check_snapshots(self.cache.snapshots)
 
@@ -132,6 +161,16 @@ class ForwardContext:
                 raise ShapeError(f"{taken} lies outside its span of {self.spans.lengths[taken.span]} tokens")
         if len({taken.slot for taken in snapshots}) < len(snapshots):
             raise ShapeError(f"two snapshots would be written to one slot: {snapshots}")
+
+    @property
+    def window(self) -> int:
+        """Tokens of each decode: 1, or W of draft windows."""
+        return 1 if self.windows is None else self.windows.width
+
+    @property
+    def num_decode_rows(self) -> int:
+        """Rows of the decodes, which come first."""
+        return self.num_decodes * self.window
 
     @cached_property
     def kernels(self) -> Kernels:
@@ -177,6 +216,16 @@ class ForwardContext:
         if self.cache is not None and self.cache.lengths is not None:
             return self.cache.lengths
         return torch.tensor(self.spans.ends[: self.num_decodes], dtype=torch.int64, device=self.tokens.device)
+
+    @cached_property
+    def window_turn(self) -> tuple[Tensor, Tensor]:
+        """int64 [num_decode_rows] each: rows of the windows turned until their last token that counts is the last, and
+        the way back. Attention lets the last row see all keys; keys behind those that count were never written."""
+        assert self.windows is not None
+        width, lengths = self.windows.width, self.windows.lengths.unsqueeze(1)
+        place = torch.arange(width, device=lengths.device)
+        first = torch.arange(self.num_decodes, device=lengths.device).unsqueeze(1) * width
+        return (first + (place + lengths) % width).flatten(), (first + (place - lengths) % width).flatten()
 
     @cached_property
     def prefill_is_fresh(self) -> Tensor:
@@ -246,7 +295,10 @@ def train_context(
     fake_quant: FakeQuant | None = None,
     media: Media | None = None,
     adapters: tuple[int, ...] | None = None,
+    routes: Routes | None = None,
 ) -> ForwardContext:
     """The context of a packed training batch: documents of `lengths` tokens, no cache, logits everywhere."""
     spans, quant = Spans.build(lengths, device=tokens.device), fake_quant or FakeQuant()
-    return ForwardContext(tokens, spans, media=media, fake_quant=quant, is_training=True, adapters=adapters)
+    return ForwardContext(
+        tokens, spans, media=media, fake_quant=quant, is_training=True, adapters=adapters, routes=routes
+    )

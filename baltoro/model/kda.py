@@ -1,9 +1,9 @@
 """KDA layer: projections, short convolutions, gate, recurrence, gated norm, output projection.
 
 In: x [T, D], the normed layer input, packed spans. Out: [T, D].
-State: decode rows advance their slot in place; prefill spans read their slot (zeros when they start at 0), write the
-state after their last token to it, and to other slots what the step's snapshots ask for. Training has no state and
-starts every span at zero.
+State: decode rows advance their slot in place, draft windows leave it and record their inputs; prefill spans read their
+slot (zeros when they start at 0), write the state after their last token to it, and to other slots what the step's
+snapshots ask for. Training has no state and starts every span at zero.
 Source: spec/k3.md 3.4.
 """
 
@@ -69,7 +69,7 @@ class KDA(nn.Module):
             gate = self.g_b_proj(gate, rows)
         heads = (self.num_heads, self.head_dim)
         raw, gate = torch.unflatten(self.f_b_proj(f, rows), -1, heads), torch.unflatten(gate, -1, heads)
-        split, parts = ctx.num_decodes, []
+        split, parts = ctx.num_decode_rows, []
         if split:
             parts.append(self._decode(qkv[:split], raw[:split], b[:split], gate[:split], ctx))
         if split < len(x):
@@ -106,11 +106,16 @@ class KDA(nn.Module):
         return MixerWeights(conv, self.A_log, bias, norm.weight, norm.eps, self.lower_bound, scale)
 
     def _decode(self, qkv: Tensor, raw: Tensor, b: Tensor, gate: Tensor, ctx: ForwardContext) -> Tensor:
-        """The decode rows, one token each, their slots in place: [N, H, V]."""
+        """The decode rows, one token each, their slots in place: [N, H, V]. Of draft windows [N * W, H, V]: the slots
+        are read, and what a fold needs is recorded."""
         assert ctx.cache is not None
         views, slots = ctx.cache.views, ctx.cache.slots[: ctx.num_decodes]
         history, state = views.conv[self.index], views.recurrent[self.index]
-        return ctx.kernels.kda_decode(qkv, raw, b, gate, self._weights, history, state, slots)
+        if ctx.windows is None:
+            return ctx.kernels.kda_decode(qkv, raw, b, gate, self._weights, history, state, slots)
+        rows = [torch.unflatten(part, 0, (-1, ctx.window)) for part in (qkv, raw, b, gate)]
+        records = ctx.windows.records.layer(self.index)
+        return ctx.kernels.kda_verify(*rows, self._weights, history, state, slots, records).flatten(0, 1)
 
     def _prefill(self, qkv: Tensor, raw: Tensor, b: Tensor, gate: Tensor, ctx: ForwardContext) -> Tensor:
         """All other rows, and every row of training: [T, H, V]."""

@@ -41,7 +41,8 @@ class DecoderLayer(nn.Module):
             self.self_attn = KDA(config, config.kda_layers.index(layer), dtype=dtype, device=device)
         self.has_experts = config.num_experts > 0 if is_mtp else config.has_experts(layer)
         if self.has_experts:
-            self.block_sparse_moe = MoE(config, dtype=dtype, device=device)
+            place = None if is_mtp else config.expert_layers.index(layer)
+            self.block_sparse_moe = MoE(config, place, dtype=dtype, device=device)
         else:
             self.mlp = MLP(config, config.intermediate_size, dtype=dtype, device=device)
         self.input_layernorm = RMSNorm(hidden, eps, dtype=dtype, device=device)

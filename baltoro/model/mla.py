@@ -2,7 +2,8 @@
 
 In: x [T, D], the normed layer input. Out: [T, D].
 Cache: one row per token, normed latent [R] | shared key part [Dr]; decode multiplies kv_b into the query and the
-output instead of expanding the cache. No position information of any kind.
+output instead of expanding the cache. A draft window is a decode with more query rows; its rows are written too, and
+those of refused drafts are written again later. No position information of any kind.
 In training the attention output stays in the accumulate dtype up to the gate (rounding it first moves gradients).
 Source: spec/k3.md 3.5.
 """
@@ -10,6 +11,7 @@ Source: spec/k3.md 3.5.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -63,7 +65,7 @@ class MLA(nn.Module):
         adapters = ctx.adapter_rows
         q, kv, *gate = self._project(x, adapters)
         q = self._query(q, ctx)
-        if ctx.cache is not None and adapters is None and ctx.num_decodes == len(x):
+        if ctx.cache is not None and adapters is None and ctx.num_decode_rows == len(x):
             out = self._decode(q, kv, gate[0] if gate else None, ctx.cache, ctx)
             return self.o_proj(out)  # type: ignore[no-any-return]
         latent, shared = torch.split(kv, [self.latent, self.rope], dim=-1)
@@ -87,10 +89,18 @@ class MLA(nn.Module):
         kv, norm = cache.views.kv[self.index], self.kv_a_layernorm
         kv_b = self.kv_b_proj.weight.view(self.num_heads, self.nope + self.value, self.latent)
         query = ctx.kernels.mla_enter(q, row, norm.weight, norm.eps, kv_b, kv, ctx.kv_places)
-        out, _ = ctx.kernels.mla_attend_absorbed(
-            query, kv, cache.page_table, ctx.decode_lengths, latent=self.latent, scale=self.scale
-        )
+        out = self._attend_latent(query, kv, cache, ctx)
         return ctx.kernels.mla_leave(out, kv_b, self.value, gate, q.dtype)
+
+    def _attend_latent(self, query: Tensor, kv: Tensor, cache: CacheMap, ctx: ForwardContext) -> Tensor:
+        """Absorbed queries of the decode rows [N * W, H, R+Dr] against the paged rows: [N * W, H, R]."""
+        table, lengths = cache.page_table[: ctx.num_decodes], ctx.decode_lengths
+        attend = partial(ctx.kernels.mla_attend_absorbed, latent=self.latent, scale=self.scale)
+        if ctx.windows is None:
+            return attend(query, kv, table, lengths)[0]
+        turn, back = ctx.window_turn
+        windows = torch.unflatten(query.index_select(0, turn), 0, (-1, ctx.window))
+        return attend(windows, kv, table, lengths)[0].flatten(0, 1).index_select(0, back)
 
     @property
     def _readers(self) -> list[Linear]:
@@ -108,7 +118,7 @@ class MLA(nn.Module):
         """[T, H, Dv]; writes the rows latent | shared to the cache first, so that a token sees itself."""
         if ctx.cache is None:
             return self._expanded(q, torch.cat([latent, shared], dim=-1), ctx.spans, ctx)
-        split, kv = ctx.num_decodes, ctx.cache.views.kv[self.index]
+        split, kv = ctx.num_decode_rows, ctx.cache.views.kv[self.index]
         ctx.kernels.scatter_rows(kv, ctx.kv_places, latent, shared)
         parts = []
         if split:
@@ -144,12 +154,7 @@ class MLA(nn.Module):
             q_latent = ctx.kernels.lora_absorbed_query(
                 q_latent, q_nope, lora.a, key_factor, lora.scale, rows, active=lora.active
             )
-        table = cache.page_table[: ctx.num_decodes]
-        query = torch.cat([q_latent, q_shared], dim=-1)
-        out, _ = ctx.kernels.mla_attend_absorbed(
-            query, kv, table, ctx.decode_lengths, latent=self.latent, scale=self.scale
-        )
-        out = out.to(q.dtype)
+        out = self._attend_latent(torch.cat([q_latent, q_shared], dim=-1), kv, cache, ctx).to(q.dtype)
         value = torch.bmm(out.transpose(0, 1), up_value.transpose(1, 2)).transpose(0, 1)
         if lora is not None and rows is not None:
             value = ctx.kernels.lora_absorbed_value(

@@ -19,6 +19,7 @@ from baltoro.kernels.lora.experts import ExpertDelta, ExpertFactors
 from baltoro.kernels.lora.rows import AdapterRows
 from baltoro.kernels.moe.permute import empty, fits_bf16, permute_experts, published
 from baltoro.kernels.moe.products import AnyExperts, ExpertWeights, Packed, TiledExperts
+from baltoro.kernels.moe.reference import weigh
 from baltoro.kernels.precision import acc_dtype, wide_linear
 from baltoro.model import aside
 from baltoro.model.config import K3Config
@@ -32,12 +33,15 @@ class Router(nn.Module):
     """Scores in the accumulate dtype: a bf16 product flips borderline picks.
 
     `observer`, when set, is told logits' scores [T, E] (sigmoid or softmax) and picked ids [T, A] of a training
-    forward (balancing).
+    forward (balancing). `index`: its place among the decoder's layers with experts, for routes that are kept or
+    replayed; None, in an MTP layer: neither.
     """
 
-    def __init__(self, config: K3Config, *, dtype: torch.dtype, device: str | torch.device) -> None:
+    def __init__(
+        self, config: K3Config, index: int | None = None, *, dtype: torch.dtype, device: str | torch.device
+    ) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.index = config, index
         self.observer: Callable[[Tensor, Tensor], None] | None = None
         self.weight = nn.Parameter(torch.empty(config.num_experts, config.hidden_size, dtype=dtype, device=device))
         bias = torch.empty(config.num_experts, dtype=acc_dtype(dtype), device=device)
@@ -49,7 +53,7 @@ class Router(nn.Module):
         return wide_linear(x, self.weight)
 
     def choose(self, logits: Tensor, ctx: ForwardContext) -> tuple[Tensor, Tensor]:
-        """ids int64 [T, A] and weights [T, A] in the accumulate dtype."""
+        """ids int64 [T, A] and weights [T, A] in the accumulate dtype. Writes routes: to the cache if it keeps them."""
         ids, weights = ctx.kernels.route(
             logits,
             self.e_score_correction_bias,
@@ -60,6 +64,17 @@ class Router(nn.Module):
             num_groups=self.config.num_expert_groups,
             num_top_groups=self.config.num_top_groups,
         )
+        if self.index is not None and ctx.routes is not None:
+            ids = ctx.routes.replace(self.index, ids)
+            weights = weigh(
+                logits,
+                ids,
+                activation=self.config.router_activation,
+                is_renormalised=self.config.is_router_renormalised,
+                scaling=self.config.routed_scaling_factor,
+            )
+        if self.index is not None and ctx.cache is not None and ctx.cache.views.routes:
+            ctx.cache.views.routes[self.index].index_copy_(0, ctx.cache.kv_rows, ids.to(torch.int16))
         if self.observer is not None and ctx.is_training:
             is_sigmoid = self.config.router_activation == "sigmoid"
             scores = torch.sigmoid(logits) if is_sigmoid else torch.softmax(logits, dim=-1)
@@ -163,12 +178,14 @@ class Experts(nn.Module):
 
 
 class MoE(nn.Module):
-    """One mixture of experts."""
+    """One mixture of experts; `index` as in Router."""
 
-    def __init__(self, config: K3Config, *, dtype: torch.dtype, device: str | torch.device) -> None:
+    def __init__(
+        self, config: K3Config, index: int | None = None, *, dtype: torch.dtype, device: str | torch.device
+    ) -> None:
         super().__init__()
         self.activation = activation_of(config)
-        self.gate = Router(config, dtype=dtype, device=device)
+        self.gate = Router(config, index, dtype=dtype, device=device)
         self.experts = Experts(config, dtype=dtype, device=device)
         self.has_latent, self.has_norm = config.latent_size is not None, config.has_latent_norm
         if self.has_latent:

@@ -19,9 +19,12 @@ class CacheViews:
     recurrent  one [U, H, V, K] per KDA layer, FP32 (FP64 for a float64 model), V-first
     conv       one [U, W-1, 3*H*K] per KDA layer, activation dtype; channels q | k | v, oldest tap first
     kv         one [P, page_size, R+Dr] per MLA layer, activation dtype: normed latent | shared key part
+    routes     one int16 [P * page_size, A] per layer with experts, by row of the flat KV cache: what its router took
+               for the token of that row; empty: nobody keeps them
     Slot 0 and page 0 are sinks: they may be written, nothing reads them.
     """
 
     recurrent: tuple[Tensor, ...]
     conv: tuple[Tensor, ...]
     kv: tuple[Tensor, ...]
+    routes: tuple[Tensor, ...] = ()

@@ -24,6 +24,9 @@ class TokenDelta(msgspec.Struct, frozen=True, kw_only=True):
     sent so far belong to a stop (id or string) and are to be dropped from text, ids and logprobs alike.
     Prompt logprobs come once, with the first token of index 0; their first entry is None. `version` is that of the
     adapter which sampled the tokens, 0 without one. `error_status` is the HTTP status of the error's class.
+    `routed_experts`, with the last delta of a request that asked for it: which experts the routers took for each token
+    from the first of the prompt on, as far as they were computed (not the last one that was sampled); int16,
+    little-endian, [tokens, layers with experts, active experts], best first.
     """
 
     request_id: str
@@ -41,6 +44,7 @@ class TokenDelta(msgspec.Struct, frozen=True, kw_only=True):
     version: int = 0
     error: str | None = None
     error_status: int | None = None
+    routed_experts: bytes | None = None
 
 
 class Completion(msgspec.Struct, frozen=True, kw_only=True):

@@ -30,6 +30,8 @@ class Submit(msgspec.Struct, frozen=True, kw_only=True, tag="submit"):
     """Start a request. `media` fills the runs of media-pad ids in `token_ids`, in order; a higher `priority` is served
     first and loses its memory last.
 
+    `return_routed_experts`: the last delta has `routed_experts`; the engine must keep them.
+
     `grammar` is a llguidance grammar in its serialised JSON form; it rules from the first token on, or, when
     `grammar_after` is given, from the first position after that run of ids has been produced.
     """
@@ -44,6 +46,7 @@ class Submit(msgspec.Struct, frozen=True, kw_only=True, tag="submit"):
     grammar_after: tuple[int, ...] | None = None
     adapter: str | None = None
     cache_salt: str = ""
+    return_routed_experts: bool = False
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):

@@ -189,7 +189,9 @@ class Collector:
         live.request = f"{key[0]}.{key[1]}.{self._count}"
         self._by_request[live.request] = key
         params = SamplingParams(max_tokens=live.left, temperature=1.0, logprobs=0, seed=seed_of(self._seed, key))
-        self.policy.submit(Submit(request_id=live.request, token_ids=live.ids, params=params))
+        replays = self._config.replays_routes
+        submit = Submit(request_id=live.request, token_ids=live.ids, params=params, return_routed_experts=replays)
+        self.policy.submit(submit)
 
     # ---- back ----------------------------------------------------------------------------------------------------
     def _hear(self, deltas: Sequence[TokenDelta]) -> int:
@@ -207,6 +209,8 @@ class Collector:
         return news
 
     def _say(self, key: Key, delta: TokenDelta) -> None:
+        if delta.routed_experts is not None:
+            self.book.note_routes(key, delta.routed_experts)
         if not delta.token_ids:
             return
         live = self._live[key]

@@ -45,7 +45,9 @@ class EvalRecord:
 
 
 @dataclass(slots=True)
-class _One:
+class Tried:
+    """One attempt: `key` is (number of the task, number of the draw or GREEDY); `score` None: it did not end."""
+
     attempt: Attempt
     key: tuple[int, int]
     ids: tuple[int, ...]
@@ -69,6 +71,22 @@ def evaluate(
 
     Errors: InvariantError where the engine falls silent, or nothing was judged.
     """
+    ones = try_all(policy, tasks, talk, draws=draws, max_tokens=max_tokens, seed=seed, most=most, others=others)
+    return summary(ones, version=policy.version, tasks=len(tasks), draws=draws)
+
+
+def try_all(
+    policy: Policy,
+    tasks: Sequence[Drawn],
+    talk: Talk,
+    *,
+    draws: int,
+    max_tokens: int,
+    seed: int,
+    most: int,
+    others: list[TokenDelta] | None = None,
+) -> list[Tried]:
+    """Every attempt of an evaluation, judged. As `evaluate`."""
     if not tasks:
         raise InvariantError("there is no held-out task: nothing would be evaluated")
     ones = []
@@ -76,14 +94,19 @@ def evaluate(
         prompt = talk.prompt(drawn)
         for index in (GREEDY, *range(draws)):
             attempt = Attempt(drawn, talk, prompt)
-            ones.append(_One(attempt, (number, index), attempt.prompt, max_tokens))
+            ones.append(Tried(attempt, (number, index), attempt.prompt, max_tokens))
     try:
         _run(policy, ones, seed=seed, most=most, others=[] if others is None else others)
     finally:
         for one in ones:
             one.attempt.close()
+    return ones
+
+
+def summary(ones: Sequence[Tried], *, version: int, tasks: int, draws: int) -> EvalRecord:
+    """Errors: InvariantError where nothing was judged."""
     sampled, greedy = [], []
-    for number in range(len(tasks)):
+    for number in range(tasks):
         mine = [one.score.score for one in ones if one.key[0] == number and one.key[1] >= 0 and one.score is not None]
         known = [value for value in mine if value is not None]
         if known:
@@ -94,12 +117,12 @@ def evaluate(
     half = 1.96 * stdev(sampled) / math.sqrt(len(sampled)) if len(sampled) > 1 else 1.0
     failed = sum(one.score is None or one.score.score is None for one in ones)
     length = fmean(one.num_sampled for one in ones if one.key[1] >= 0)
-    return EvalRecord(policy.version, len(tasks), draws, fmean(sampled), half, fmean(greedy), length, failed)
+    return EvalRecord(version, tasks, draws, fmean(sampled), half, fmean(greedy), length, failed)
 
 
-def _run(policy: Policy, ones: Sequence[_One], *, seed: int, most: int, others: list[TokenDelta]) -> None:
+def _run(policy: Policy, ones: Sequence[Tried], *, seed: int, most: int, others: list[TokenDelta]) -> None:
     """All attempts to their end."""
-    waiting, running, silent, count = list(reversed(ones)), dict[str, _One](), 0, 0
+    waiting, running, silent, count = list(reversed(ones)), dict[str, Tried](), 0, 0
     while waiting or running:
         while waiting and len(running) < most:
             one = waiting.pop()
@@ -125,7 +148,7 @@ def _run(policy: Policy, ones: Sequence[_One], *, seed: int, most: int, others: 
                     waiting.append(one)
 
 
-def _end(one: _One, finish: FinishReason) -> bool:
+def _end(one: Tried, finish: FinishReason) -> bool:
     """A turn has ended; whether the attempt goes on."""
     if finish in ("abort", "error"):
         one.score = Score(None, "infrastructure", detail=f"the engine ended it: {finish}")
@@ -138,7 +161,7 @@ def _end(one: _One, finish: FinishReason) -> bool:
     return False
 
 
-def _params(one: _One, seed: int) -> SamplingParams:
+def _params(one: Tried, seed: int) -> SamplingParams:
     is_greedy = one.key[1] == GREEDY
     return SamplingParams(
         max_tokens=one.left,

@@ -115,6 +115,9 @@ def rollout_line(samples: StepSamples, round_: RoundRecord | None) -> dict[str, 
         "entropy": samples.entropy,
         "by_effort": {k: {"score": s, "length": t, "count": n} for k, (s, t, n) in samples.by_effort.items()},
     }
+    if samples.routes_bytes:
+        line["routes_bytes"] = samples.routes_bytes
+        line["routes_bytes_per_token"] = round(samples.routes_bytes / sum(map(len, samples.samples)), 1)
     if round_ is not None:
         line |= {
             "rollout_s": round(round_.seconds, 4),
@@ -134,6 +137,7 @@ def train_line(record: PolicyRecord | None, norm: float) -> dict[str, Any]:
     if record is None:
         return {"skipped": True, "adapter_norm": norm}
     found = record.drift
+    routes = {f"routes_{key}": count for key, count in asdict(record.replayed).items()}
     return {
         "skipped": False,
         "loss": record.loss,
@@ -153,6 +157,7 @@ def train_line(record: PolicyRecord | None, norm: float) -> dict[str, Any]:
         "probe": record.probe,
         "lr": record.lr,
         "adapter_norm": norm,
+        **routes,
     }
 
 

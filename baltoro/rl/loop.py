@@ -128,6 +128,7 @@ def samples_of(parts: Parts, groups: Sequence[Group]) -> StepSamples:
         version=parts.version,
         b0=parts.b0,
         is_carried=config.partial.resume == "carry",
+        replays_routes=config.rollout.replays_routes,
         random_rewards=config.seed if config.reward == "random" else None,
     )
 

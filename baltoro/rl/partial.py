@@ -121,6 +121,11 @@ class Book:
         entry.logprobs += logprobs
         entry.thinking += thinking
 
+    def note_routes(self, key: Key, routes: bytes) -> None:
+        """What the engine's routers took in all that its request computed: of every token in its newest forward."""
+        entry = self._entries[key]
+        entry.trajectory = msgspec.structs.replace(entry.trajectory, routes=routes)
+
     def hear(self, key: Key, tokens: Sequence[int]) -> None:
         """The environment put tokens in."""
         entry = self._running(key)

@@ -150,6 +150,7 @@ def engine_config(config: RLConfig) -> EngineConfig:
     """The recipe's options with the slots that a policy needs. Old versions may still run while a new one begins."""
     has_experts = config.adapter.targets == "all"
     defaults = {"max_loras": 2, "max_lora_rank": config.adapter.rank, "lora_experts": has_experts}
+    defaults["keeps_routed_experts"] = config.rollout.replays_routes
     return build(EngineConfig, defaults | config.engine.options, "engine.options.")
 
 

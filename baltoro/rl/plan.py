@@ -16,6 +16,7 @@ from baltoro.engine.planner import resolve_dtype
 from baltoro.errors import ConfigError
 from baltoro.model.adapter_names import SIDES, adapter_sites
 from baltoro.model.config import K3Config
+from baltoro.model.routes import bytes_per_token
 from baltoro.model.sizes import measure
 from baltoro.rl.config import Choice, resolved
 from baltoro.rl.recipe import RLConfig
@@ -44,6 +45,7 @@ class Plan:
     sync_bytes: int
     sync_tensors: int
     is_remote: bool = False
+    route_bytes: int = 0  # of a token, with rollout.replays_routes
 
     @property
     def resident_bytes(self) -> int:
@@ -81,6 +83,7 @@ def make_plan(config: RLConfig, model: K3Config, engine: EngineConfig) -> Plan:
         most_tokens=attempts * config.partial.max_tokens,
         sync_bytes=parameters * dtype_bytes,
         sync_tensors=2 * len(sites),
+        route_bytes=bytes_per_token(model) if config.rollout.replays_routes else 0,
     )
 
 
@@ -88,6 +91,7 @@ def refuse(config: RLConfig, model: K3Config, engine: EngineConfig) -> None:
     """Combinations that cannot work. Errors: ConfigError with the key to change."""
     _refuse_words(config)
     _refuse_sizes(config, model, engine)
+    _refuse_routes(config, model, engine)
     _refuse_places(config, engine)
 
 
@@ -137,6 +141,13 @@ def _refuse_sizes(config: RLConfig, model: K3Config, engine: EngineConfig) -> No
     )
     is_split = config.adapter.targets == "all" and not engine.lora_experts
     need(not is_split, "adapter.targets all trains routed experts, and engine.options.lora_experts is off")
+
+
+def _refuse_routes(config: RLConfig, model: K3Config, engine: EngineConfig) -> None:
+    """Routing replay needs routers, and an engine that keeps what they took."""
+    if config.rollout.replays_routes:
+        need(bool(model.expert_layers), "rollout.replays_routes: this model has no experts, leave it out")
+        need(engine.keeps_routed_experts, "rollout.replays_routes needs engine.options.keeps_routed_experts")
 
 
 def _refuse_places(config: RLConfig, engine: EngineConfig) -> None:

@@ -43,6 +43,7 @@ class RolloutConfig:
     judge_threads: int = 0  # envs step and judge in these; 0: in the loop itself, which makes a run repeatable
     judge_processes: int = 1  # of the pool that runs foreign scorers
     judge_timeout_s: float = 10.0
+    replays_routes: bool = False  # the trainer's routers take the experts that the engine's took (routing replay, R3)
     stall_s: float = 120.0  # no token for so long: the round ends with an error that names who is missing
 
 

@@ -46,6 +46,7 @@ def replay(
             version=found.version,
             b0=found.b0,
             is_carried=config.partial.resume == "carry",
+            replays_routes=config.rollout.replays_routes,
             random_rewards=config.seed if config.reward == "random" else None,
         )
         record = trainer.step(samples.samples)

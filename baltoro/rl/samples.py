@@ -50,6 +50,11 @@ class StepSamples:
         return -fmean(found) if found else None
 
     @property
+    def routes_bytes(self) -> int:
+        """What the engine's routes take, of all samples."""
+        return sum(len(sample.routes or b"") for sample in self.samples)
+
+    @property
     def zero_std(self) -> float:
         """Share of groups whose members' rewards are all equal."""
         total = sum(self.kinds.values())
@@ -66,10 +71,12 @@ def make_samples(
     b0: Mapping[str, float] | None = None,
     random_rewards: int | None = None,
     is_carried: bool = False,
+    replays_routes: bool = False,
 ) -> StepSamples:
     """`version`: of the policy that is about to train. `random_rewards`: a seed, for the control whose rewards are
     drawn, not judged. `is_carried`: what goes on does so with the KV and state of older versions, which no forward can
-    compute again, so its newest tokens say nothing about the drift between engine and trainer."""
+    compute again, so its newest tokens say nothing about the drift between engine and trainer. `replays_routes`:
+    samples have the engine's routes; where a trajectory has none, the trainer's routers choose, and that is counted."""
     samples: list[PolicySample] = []
     found: list[GroupAdvantages] = []
     rewards: list[float] = []
@@ -84,7 +91,8 @@ def make_samples(
         rewards += [value for value in values if value is not None]
         found.append(group_advantages(values, advantage))
         for trajectory, value, is_counted in zip(group.members, found[-1].values, found[-1].is_counted, strict=True):
-            samples.append(_sample(trajectory, value, is_counted, version, is_carried))
+            routes = (trajectory.routes or b"") if replays_routes else None
+            samples.append(_sample(trajectory, value, is_counted, version, is_carried, routes))
     members = [t for group in groups for t in group.members]
     judged = [t for t in members if t.status == "complete" and t.score is not None]
     return StepSamples(
@@ -103,12 +111,14 @@ def make_samples(
     )
 
 
-def _sample(trajectory: Trajectory, advantage: float, is_counted: bool, version: int, is_carried: bool) -> PolicySample:
+def _sample(
+    trajectory: Trajectory, advantage: float, is_counted: bool, version: int, is_carried: bool, routes: bytes | None
+) -> PolicySample:
     counted = trajectory.mask if is_counted else (False,) * len(trajectory.tokens)
     tokens = trajectory.prompt + trajectory.tokens
     is_hybrid = is_carried and trajectory.staleness(version) > 0
     is_fresh = tuple(one == version and not is_hybrid for one in trajectory.versions)
-    return PolicySample(tokens, len(trajectory.prompt), counted, trajectory.logprobs, advantage, is_fresh)
+    return PolicySample(tokens, len(trajectory.prompt), counted, trajectory.logprobs, advantage, is_fresh, routes)
 
 
 def _by_effort(judged: Sequence[Trajectory], shaping: ShapingConfig) -> dict[str, tuple[float, float, int]]:

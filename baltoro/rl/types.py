@@ -31,6 +31,8 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
     is_truncated    it ended at its budget, not by itself
     score, answer, reason  the judge's: what it is worth, what was read as the answer, the code of why
     effort          the level that its prompt asks for
+    routes          which experts the engine's routers took, as its last request said (`TokenDelta.routed_experts`): of
+                    its tokens from the prompt's first on, as far as that request computed them; None: not asked
     """
 
     task: str
@@ -47,6 +49,7 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
     answer: str | None = None
     reason: str = ""
     effort: str | None = None
+    routes: bytes | None = None
 
     def __post_init__(self) -> None:
         lengths = len(self.tokens), len(self.logprobs), len(self.versions)

@@ -1,6 +1,7 @@
 """PolicySample and PolicyBatch: trajectories as the policy's trainer accepts them, and as one forward sees them.
 
-In: ids, which of them count, what the engine recorded, advantages. Out: packed tensors for `policy_step`.
+In: ids, which of them count, what the engine recorded (logprobs, maybe routes), advantages. Out: packed tensors for
+`policy_step`.
 Invariants: a sample is a whole trajectory and becomes one span; row t predicts token t + 1, so what belongs to a token
 stands one row before it, and the last row counts never; a micro-batch is never cut inside a trajectory.
 """
@@ -8,12 +9,15 @@ stands one row before it, and the last row counts never; a micro-batch is never 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from baltoro.errors import ConfigError, ShapeError
+from baltoro.model.config import K3Config
+from baltoro.model.routes import MISSING, Routes, padded_routes
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +31,8 @@ class PolicySample:
     advantage   of all its tokens
     is_fresh    of each token after the prompt: sampled by the version that is trained now, so that engine and trainer
                 must agree on it; None: all are
+    routes      which experts the engine took for the tokens from the first on, in bytes as `model/routes.py` has them;
+                tokens behind their end are left to the trainer's routers; None: nothing is replayed
     """
 
     tokens: tuple[int, ...]
@@ -35,6 +41,7 @@ class PolicySample:
     logprobs: tuple[float, ...]
     advantage: float
     is_fresh: tuple[bool, ...] | None = None
+    routes: bytes | None = None
 
     def __post_init__(self) -> None:
         num_after = len(self.tokens) - self.num_prompt
@@ -61,6 +68,7 @@ class PolicyBatch:
     old         float64 [M], the engine's logprob of it
     advantages  float64 [M]; trajectory int64 [M], its number within the step
     is_fresh    bool [M], see PolicySample
+    routes      of the T tokens, MISSING where nothing was told; None: nothing is replayed
     """
 
     tokens: Tensor
@@ -71,6 +79,7 @@ class PolicyBatch:
     advantages: Tensor
     trajectory: Tensor
     is_fresh: Tensor
+    routes: Routes | None = None
 
     @property
     def mask(self) -> Tensor:
@@ -79,13 +88,19 @@ class PolicyBatch:
 
     def to(self, device: torch.device) -> PolicyBatch:
         """The same on `device`."""
-        moved = (self.rows, self.targets, self.old, self.advantages, self.trajectory, self.is_fresh)
-        return PolicyBatch(self.tokens.to(device), self.lengths, *(t.to(device) for t in moved))
+        names = ("tokens", "rows", "targets", "old", "advantages", "trajectory", "is_fresh")
+        moved: dict[str, Any] = {name: getattr(self, name).to(device) for name in names}
+        if self.routes is not None:
+            moved["routes"] = Routes.of(self.routes.ids.to(device))
+        return replace(self, **moved)
 
 
-def pack_policy(samples: Sequence[PolicySample], micro_tokens: int) -> list[PolicyBatch]:
+def pack_policy(samples: Sequence[PolicySample], micro_tokens: int, model: K3Config | None = None) -> list[PolicyBatch]:
     """Micro-batches of at most `micro_tokens` rows, in the order of the samples; one without a counted token is left
-    out, but keeps its number. Errors: ConfigError for a trajectory that does not fit."""
+    out, but keeps its number. `model` gives routes their shape; without it they are left out.
+
+    Errors: ConfigError for a trajectory that does not fit, ShapeError for routes that are not its.
+    """
     batches: list[PolicyBatch] = []
     part: list[tuple[int, PolicySample]] = []
     size = 0
@@ -97,14 +112,14 @@ def pack_policy(samples: Sequence[PolicySample], micro_tokens: int) -> list[Poli
         if not sample.num_counted:
             continue
         if size + len(sample) > micro_tokens:
-            batches.append(_lay(part))
+            batches.append(_lay(part, model))
             part, size = [], 0
         part.append((number, sample))
         size += len(sample)
-    return [*batches, _lay(part)] if part else batches
+    return [*batches, _lay(part, model)] if part else batches
 
 
-def _lay(part: Sequence[tuple[int, PolicySample]]) -> PolicyBatch:
+def _lay(part: Sequence[tuple[int, PolicySample]], model: K3Config | None) -> PolicyBatch:
     """Trajectories end to end."""
     tokens: list[int] = []
     rows: list[int] = []
@@ -122,6 +137,10 @@ def _lay(part: Sequence[tuple[int, PolicySample]]) -> PolicyBatch:
         fresh += [sample.is_fresh is None or sample.is_fresh[i] for i in at]
         tokens += sample.tokens
     ids, places = torch.tensor(tokens), torch.tensor(rows)
+    routes = None
+    if model is not None and any(sample.routes is not None for _, sample in part):
+        told = [padded_routes(sample.routes or b"", len(sample), model) for _, sample in part]
+        routes = Routes.of(torch.cat(told))
     return PolicyBatch(
         ids,
         tuple(len(sample) for _, sample in part),
@@ -131,4 +150,32 @@ def _lay(part: Sequence[tuple[int, PolicySample]]) -> PolicyBatch:
         torch.tensor(advantages, dtype=torch.float64),
         torch.tensor(trajectory),
         torch.tensor(fresh),
+        routes,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Replayed:
+    """How far routes were replayed, summed over forwards.
+
+    tokens   with routes; missing: without, though a trajectory's last token, which no engine computes, is not counted
+    changed  pairs of token and layer for which the trainer's router would have chosen another set of experts
+    """
+
+    tokens: int = 0
+    missing: int = 0
+    changed: int = 0
+
+    def __add__(self, other: Replayed) -> Replayed:
+        return Replayed(self.tokens + other.tokens, self.missing + other.missing, self.changed + other.changed)
+
+
+def replayed(batch: PolicyBatch) -> Replayed:
+    """Of the forward that the batch was in last; waits for the device."""
+    if batch.routes is None:
+        return Replayed()
+    is_missing = batch.routes.ids[:, 0, 0] == MISSING
+    inner = is_missing.clone()
+    inner[torch.tensor(batch.lengths).cumsum(0).to(inner.device) - 1] = False
+    found = torch.stack([is_missing.sum(), inner.sum(), batch.routes.changed.sum()]).tolist()
+    return Replayed(len(is_missing) - found[0], found[1], found[2])

@@ -13,7 +13,7 @@ from __future__ import annotations
 import gc
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -27,10 +27,11 @@ from baltoro.model.config import K3Config
 from baltoro.model.context import FakeQuant, train_context
 from baltoro.model.decoder import K3Model
 from baltoro.model.lora import AdapterBank, add_adapters
+from baltoro.model.routes import Routes
 from baltoro.trainer.aggregate import Totals, mean_log_ratios, row_weights
 from baltoro.trainer.policy_config import PolicyConfig
 from baltoro.trainer.policy_loss import policy_terms
-from baltoro.trainer.policy_sample import PolicyBatch, PolicySample, pack_policy
+from baltoro.trainer.policy_sample import PolicyBatch, PolicySample, Replayed, pack_policy, replayed
 from baltoro.trainer.ratio import Drift, drift, reference_kl, tis_weights
 
 SLOT = 1
@@ -55,7 +56,8 @@ class PolicyRecord:
     drift   the engine's logprobs against the trainer's before the update, of tokens that this version sampled
     ratio   the same of all counted tokens: with older ones among them, how far the policy has moved since
     num_grads   factors with a gradient that is not zero, of `num_factors`; clip_low, clip_high: shares of tokens
-    probe       largest change of the B factor with the largest gradient: it must move where the rate is not 0
+    probe   largest change of the B factor with the largest gradient: it must move where the rate is not 0
+    replayed    how far the engine's routes were replayed; all 0 where they are not
     """
 
     loss: float
@@ -71,6 +73,7 @@ class PolicyRecord:
     probe: float
     lr: float
     tis_cut: float = 0.0
+    replayed: Replayed = field(default_factory=Replayed)
 
 
 def first_adapter(
@@ -146,28 +149,49 @@ class PolicyTrainer:
             return math.sqrt(float(torch.stack([b.double().square().sum() for b in self.factors[1::2]]).sum()))
 
     # ---- forwards ------------------------------------------------------------------------------------------------
-    def logprobs(self, batch: PolicyBatch, *, has_adapter: bool = True) -> Tensor:
-        """Of the targets of the counted rows: [M] in the accumulate dtype, of the model's own distribution."""
+    def logprobs(self, batch: PolicyBatch, *, has_adapter: bool = True, routes: Routes | None = None) -> Tensor:
+        """Of the targets of the counted rows: [M] in the accumulate dtype, of the model's own distribution. `routes`,
+        or else the batch's if it has any, are replayed; the batch's not without the adapter, since they are the
+        policy's, not the base's."""
         adapters = (SLOT,) * len(batch.lengths) if has_adapter else None
-        ctx = train_context(batch.tokens, batch.lengths, adapters=adapters, fake_quant=self.quant)
+        if routes is None and has_adapter:
+            routes = batch.routes
+        ctx = train_context(batch.tokens, batch.lengths, adapters=adapters, fake_quant=self.quant, routes=routes)
         hidden = self.model.hidden(ctx)
         logits = self.model.logits(hidden[batch.rows])
         logits = logits.to(acc_dtype(logits.dtype))
         return logits.gather(-1, batch.targets[:, None])[:, 0] - logits.logsumexp(-1)
 
     @torch.no_grad()
-    def score(self, prompt: Sequence[int], output: Sequence[int], *, has_adapter: bool = True) -> list[float]:
-        """Logprobs of `output` after `prompt`."""
+    def score(
+        self,
+        prompt: Sequence[int],
+        output: Sequence[int],
+        *,
+        has_adapter: bool = True,
+        routes: Routes | None = None,
+    ) -> list[float]:
+        """Logprobs of `output` after `prompt`; `routes` of these ids are replayed, or written (`Routes.recorded`)."""
         flags, zeros = (True,) * len(output), (0.0,) * len(output)
         sample = PolicySample((*prompt, *output), len(prompt), flags, zeros, 0.0)
         batch = pack_policy([sample], len(sample))[0].to(self.model.device)
-        found: list[float] = self.logprobs(batch, has_adapter=has_adapter).tolist()
+        found: list[float] = self.logprobs(batch, has_adapter=has_adapter, routes=routes).tolist()
         return found
+
+    @torch.no_grad()
+    def effect(self, prompt: Sequence[int], output: Sequence[int]) -> tuple[list[float], list[float]]:
+        """(base, with the adapter): logprobs of `output`, both through the experts that the base's routers take. So a
+        change too small to matter cannot look large by tipping a router over."""
+        routes = Routes.recorded(len(prompt) + len(output), self.model.config, self.model.device)
+        base = self.score(prompt, output, has_adapter=False, routes=routes)
+        assert routes.taken is not None
+        return base, self.score(prompt, output, routes=Routes.of(routes.taken))
 
     # ---- a step --------------------------------------------------------------------------------------------------
     def step(self, samples: Sequence[PolicySample]) -> PolicyRecord | None:
         """Move the adapter by one step; None where no token counts, and then nothing moved."""
-        batches = [batch.to(self.model.device) for batch in pack_policy(samples, self.micro_tokens)]
+        packed = pack_policy(samples, self.micro_tokens, self.model.config)
+        batches = [batch.to(self.model.device) for batch in packed]
         if not batches:
             return None
         lengths = torch.tensor([sample.num_counted for sample in samples], device=self.model.device)
@@ -195,6 +219,7 @@ class PolicyTrainer:
             probe=float((self.masters[probed].detach() - before).abs().max()),
             lr=lr,
             tis_cut=sum(part.num_cut for part in parts) / of_step.tokens,
+            replayed=sum((part.replayed for part in parts), Replayed()),
         )
 
     def _backward(self, batch: PolicyBatch, of_step: Totals) -> _Part:
@@ -218,7 +243,8 @@ class PolicyTrainer:
         loss = (losses.double() * shares).sum()
         loss.backward()  # type: ignore[no-untyped-call]
         same, ratio = drift(now.detach(), batch.old, batch.is_fresh), drift(now.detach(), batch.old, mask)
-        return _Part(float(loss.detach()), same, ratio, int(terms.is_low.sum()), int(terms.is_high.sum()), num_cut)
+        num_low, num_high = int(terms.is_low.sum()), int(terms.is_high.sum())
+        return _Part(float(loss.detach()), same, ratio, num_low, num_high, num_cut, replayed(batch))
 
     def _collect(self) -> list[float]:
         """Gradients of the factors to their masters; returns the largest element of each, all read at once.
@@ -287,6 +313,7 @@ class _Part:
     num_low: int
     num_high: int
     num_cut: int
+    replayed: Replayed
 
 
 def _pair(bank: AdapterBank, module: str) -> Iterable[nn.Parameter]:

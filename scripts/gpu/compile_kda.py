@@ -19,8 +19,11 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
 
 from baltoro.kernels.kda import (
+    gluon_prepare,
+    gluon_scan,
     launch,
     tiles,
     triton_bounded,
@@ -43,6 +46,8 @@ CHUNK_TYPES["table_ptr"] = "*fp16"
 CHUNK_TYPES |= dict.fromkeys(("v_ptr", "w_ptr", "u_ptr", "k_out_ptr", "q_in_ptr", "a_ptr", "out_ptr"), BF16)
 EXACT_TYPES = {name: "*fp32" if kind in (BF16, "*fp16") else kind for name, kind in CHUNK_TYPES.items()}
 CHUNK_TYPES |= {"q_ptr": BF16, "k_ptr": BF16}
+ROWS = "tensordesc<bf16[64, {}],NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)>"
+CHUNK_TYPES |= {f"{name}_rows": ROWS.format(64 if name == "a" else 128) for name in "wukqa"}
 # what a program may have
 SHARED_LIMIT = 232448
 HEAD = {"H": 12, "K": 128, "V": 128, "TAPS": 4}
@@ -60,6 +65,7 @@ def cases() -> Iterator[Case]:
     config = launch.choose(torch.bfloat16, keys=128, values=128)
     yield from prefill_cases([(part, config) for part in ("bounded", "prepare", "fragment", "scan")])
     merge = {"K": 128, "V": 128, "BV": launch.MERGE_ROWS, "KIND": "tf32x3"}
+    yield from gluon_cases((launch.Columns(), launch.Columns(None)))
     yield "merge", triton_chunk.merge_kernel, merge, CHUNK_TYPES, {"num_warps": 8}
 
 
@@ -68,6 +74,18 @@ def prefill_cases(parts: Iterable[tuple[str, launch.Config]]) -> Iterator[Case]:
     for part, config in parts:
         for first in (16, 1) if part == "prepare" else (16,):
             yield prefill_case(part, config, torch.bfloat16, keys=128, values=128, first=first)
+
+
+def gluon_cases(launches: Iterable[launch.Columns]) -> Iterator[Case]:
+    """Of K3's head: the preparation as given, and the serial part."""
+    for one in launches:
+        options = one.options()
+        constants = {"HEADS_FIRST": options.pop("HEADS_FIRST")}
+        yield f"columns {one.registers or ''}", gluon_prepare.column_kernel, constants, CHUNK_TYPES, options
+    for is_cut in (True, False):
+        cut = {"IS_CUT": is_cut, "IS_EARLY": is_cut}
+        yield f"copies {is_cut}", gluon_scan.column_scan_kernel, cut, CHUNK_TYPES, {"num_warps": 8}
+    yield "copies fragment", gluon_scan.column_fragment_kernel, {}, CHUNK_TYPES, {"num_warps": 8}
 
 
 def prefill_case(part: str, config: launch.Config, dtype: torch.dtype, *, keys: int, values: int, first: int) -> Case:
@@ -129,7 +147,8 @@ def source(kernel: Any, constants: dict[str, Any], types: dict[str, str]) -> AST
         for i, (name, kind) in enumerate(signature.items())
         if kind.startswith("*") or (name.endswith(("_row", "_slot", "_layer")) and name not in ("b_row", "beta_row"))
     ]
-    return ASTSource(kernel, signature, constants, {(i,): [["tt.divisibility", 16]] for i in aligned})
+    kind = GluonASTSource if kernel.is_gluon() else ASTSource
+    return kind(kernel, signature, constants, {(i,): [["tt.divisibility", 16]] for i in aligned})
 
 
 def resources(cubin: bytes) -> str:

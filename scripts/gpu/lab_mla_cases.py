@@ -17,7 +17,7 @@ from baltoro.kernels.linear import fast as linear
 from baltoro.kernels.linear import reference as plain_linear
 from baltoro.kernels.linear import stream
 from baltoro.kernels.linear.stream import StreamTiles
-from baltoro.kernels.mla import split_decode
+from baltoro.kernels.mla import reference, split_decode
 from baltoro.kernels.mla.split_decode import Tiles
 from baltoro.kernels.moe import fast_route
 from baltoro.kernels.moe.reference import route
@@ -84,7 +84,7 @@ def attention(requests: int, keys: int, heads: int, window: int, is_dry: bool) -
     @cache
     def exact() -> tuple[Tensor, Tensor]:
         rows = kv[table[-1]].double()
-        return split_decode.attend_window(q[last].double(), rows, own, lengths[last], **options)
+        return reference.attend_absorbed(q[last].double(), rows, own, lengths[last], **options)
 
     def launch(setting: tuple[Tiles, int | None, bool], turn: int) -> tuple[Tensor, Tensor]:
         tiles, splits, is_dependent = setting

@@ -11,11 +11,11 @@ import argparse
 import multiprocessing
 import os
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from itertools import islice
 from multiprocessing.pool import AsyncResult
 from pathlib import Path
 from typing import Any
@@ -24,54 +24,48 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from baltoro.bench.kernels.replays import replay_seconds
 from baltoro.kernels.kda import prefill
-from baltoro.kernels.kda.launch import Config, Launch
+from baltoro.kernels.kda.launch import Columns, Config, Copies, Launch
 from baltoro.kernels.kda.reference import l2_norm
-from scripts.gpu.prefill_checks import BEGUN, BF16, F32, Case, attempt, default, fit, gap, inputs, say
+from scripts.gpu.prefill_checks import BEGUN, BF16, F32, Case, attempt, default, fit, inputs, say
 
-# most promising first: channels, warps, stages, registers. `bounded` and `prepare` are two kernels for one purpose.
-BOUNDED = [
-    Launch(128, 4, 1), Launch(128, 8, 1), Launch(64, 4, 1), Launch(128, 8, 1, 128), Launch(128, 4, 1, 168),
-]  # fmt: skip
-PREPARES = [Launch(64, 4, 1)]
-SCANS = [Launch(64, 4, 3), Launch(128, 8, 2), Launch(32, 4, 1)]
-FRAGMENTS = [Launch(128, 4, 2), Launch(128, 8, 3), Launch(128, 4, 3), Launch(128, 4, 1)]
-FIRSTS = {"bounded": BOUNDED[0], "scan": SCANS[0], "fragment": FRAGMENTS[0], "prepare": PREPARES[0]}
-# (kernel, form, shape) -> microseconds, how launched
-Times = dict[tuple[str, bool, int], list[tuple[float, Launch]]]
 FOLDER = Path(tempfile.gettempdir())
 # tokens, spans, heads, segments of each span to try
-SHAPES = [(8192, 1, 96, (1,)), (65536, 1, 12, (11, 10, 8, 16, 22)), (8192, 1, 12, (11, 1, 8, 4)), (8192, 8, 96, (1,))]
+SHAPES = [(8192, 1, 96, (1,)), (65536, 1, 12, (11, 10, 22)), (8192, 1, 12, (11, 1, 8)), (8192, 8, 96, (1,))]
+# seconds until which a variant has to be compiled and checked
+PATIENCE = 32.0
+# what is measured, and configuration
+Variant = tuple[str, str, Config]
 
 
-# all defaults, but small enough for what the direct form adds
-SHORT = replace(default(BF16), scan=Launch(128, 8, 2), fragment=Launch(128, 8, 3), is_direct=True)
-# in the direct form
-DIRECT = (
-    ("bounded", Launch(128, 4, 1)), ("scan", Launch(128, 8, 2)), ("fragment", Launch(128, 4, 2)),
-    ("bounded", Launch(128, 8, 1)), ("scan", Launch(64, 4, 2)), ("fragment", Launch(64, 4, 2)),
-)  # fmt: skip
+def variants() -> Iterator[Variant]:
+    """Promising ones of all parts first."""
+    now = replace(default(BF16), columns=None, copies=None)
+    new = replace(now, columns=Columns(), copies=Copies())
+    yield "prepare", "columns, 3 programs", new
+    yield "scan", "copies", new
+    yield "fragment", "copies", new
+    yield "prepare", "columns, 2 programs", replace(new, columns=Columns(None))
+    yield "prepare", "columns, 3 programs, chunks first", replace(new, columns=Columns(heads_first=False))
+    yield "scan", "copies, not early", replace(new, copies=Copies(is_early=False))
+    yield "prepare", "without Gluon", now
+    yield "scan", "without Gluon", now
+    yield "fragment", "without Gluon", now
+    yield "prepare", "whole inverse", replace(now, has_blocks=False)
+    yield "prepare", "8 warps", replace(now, bounded=Launch(128, 8, 1))
+    yield "prepare", "8 warps, 2 programs", replace(now, bounded=Launch(128, 8, 1, 128))
+    yield "scan", "128 rows", replace(now, scan=Launch(128, 8, 2))
+    yield "scan", "32 rows", replace(now, scan=Launch(32, 4, 1))
 
 
-def variants() -> Iterator[tuple[str, Config]]:
-    """Defaults with one part changed, promising ones of all parts first."""
-    direct = iter(DIRECT)
-    for n in range(len(BOUNDED)):
-        for part, found in (("bounded", BOUNDED), ("scan", SCANS), ("fragment", FRAGMENTS), ("prepare", PREPARES)):
-            if n < len(found):
-                one = replace(default(BF16), **{part: found[n]})
-                yield part, replace(one, bounded=None) if part == "prepare" else one
-        if n == 0:
-            yield "bounded", replace(default(BF16), has_blocks=False)
-        for part, launch in islice(direct, 3):
-            yield part, replace(SHORT, **{part: launch})
-
-
-def bench_call(shape: tuple[int, int, int, tuple[int, ...]], config: Config, pieces: int) -> tuple[Any, ...]:
-    """Inputs as the bench draws them, and the call."""
+def bench_call(
+    shape: tuple[int, int, int, tuple[int, ...]], config: Config, pieces: int, kind: torch.dtype = BF16
+) -> tuple[Any, ...]:
+    """Inputs as the bench draws them, and the call. kind: of keys and queries."""
     tokens, num, heads, _ = shape
     torch.manual_seed(0)
-    q, k = (l2_norm(torch.randn(tokens, heads, 128, device="cuda", dtype=BF16)) for _ in range(2))
+    q, k = (l2_norm(torch.randn(tokens, heads, 128, device="cuda")).to(kind) for _ in range(2))
     v = torch.randn(tokens, heads, 128, device="cuda", dtype=BF16)
     g = -0.1 * torch.rand(tokens, heads, 128, device="cuda")
     state = torch.randn(num, heads, 128, 128, device="cuda") * 0.1
@@ -81,22 +75,14 @@ def bench_call(shape: tuple[int, int, int, tuple[int, ...]], config: Config, pie
     return call, (q, k, v, g, torch.rand(tokens, heads, device="cuda"))
 
 
-def blank(call: prefill.Call, heads: int) -> prefill.Made:
-    """What `call.prepare` would give, zeros."""
-    num, keys, values, size = len(call.plan.chunks), *call.shape.values()
-    second = size if call.config.is_direct else values
-    made = [torch.zeros(num, heads, size, n, device="cuda", dtype=BF16) for n in (keys, second, keys, keys, size)]
-    return (*made, torch.zeros(num, heads, keys, device="cuda"))  # type: ignore[return-value]
-
-
 def launch_part(part: str, call: prefill.Call, tensors: tuple[Tensor, ...], heads: int) -> Callable[[], object]:
-    """One kernel alone, on zeros where others would have to run before it."""
-    if part in ("prepare", "bounded"):
-        return partial(call.prepare, tensors, 0, heads, 0.1)
-    made = blank(call, heads)
+    """One kernel alone, on what those before it make."""
+    if part == "prepare":
+        return partial(call.prepare, tensors, 0, heads, 128**-0.5)
+    made = call.prepare(tensors, 0, heads, 128**-0.5)
     if part == "fragment":
         return partial(call.enter, made, tensors[2], 0, heads)
-    entering = torch.zeros(len(call.plan.segments), heads, 128, 128, device="cuda")
+    entering = call.enter(made, tensors[2], 0, heads) if call.plan.fragments else call.state
     return partial(call.scan, made, tensors[2], entering, 0, heads)
 
 
@@ -109,25 +95,23 @@ def plainly(work: Callable[..., str], *rest: Any) -> str:
         raise RuntimeError(f"{type(error).__name__}: {str(error).strip()[-200:]}") from None
 
 
-def warm(part: str, config: Config) -> str:
-    """In a process of its own: fill the cache on disk with what the main one will launch. Small, same signatures."""
+def warm(part: str, name: str, config: Config) -> str:
+    """In a process of its own: is it right, also where it would leave its tensors; fills the cache on disk."""
     begun = time.monotonic()
-    for pieces in (1, 4):
-        if part == "fragment" and pieces == 1:
-            continue
-        call, tensors = bench_call((2048, 1, 12, ()), config, pieces)
-        launch_part(part, call, tensors, 12)()
-        if part in ("prepare", "bounded"):
-            break
-    torch.cuda.synchronize()
-    for shape in SHAPES[:2]:  # an illegal access ends the context: better this one's
-        if part == "fragment" and shape[3][0] == 1:
-            continue
-        call, tensors = bench_call(shape, config, shape[3][0])
-        launch_part(part, call, tensors, shape[2])()
-    torch.cuda.synchronize()
-    if not stored(128, BF16).to("cuda").check(f"in its own process: {part} {getattr(config, part)}", config, True, 2):
-        raise ValueError("wrong")
+    # a kernel that waits for ever goes with its process
+    end = threading.Timer(PATIENCE, os._exit, (1,))
+    end.daemon = True
+    end.start()
+    case = stored(128, BF16).to("cuda")
+    for segments in (2, None):
+        if not case.check(f"in its own process: {part} {name}, segments {segments}", config, True, segments):
+            raise ValueError("wrong")
+    for shape, kind in ((SHAPES[0], BF16), (SHAPES[1], BF16), (SHAPES[0], F32)):
+        if part == "prepare" or kind == BF16:
+            call, tensors = bench_call(shape, config, shape[3][0], kind)
+            call.run(tensors, 0, shape[2], 128**-0.5)
+            torch.cuda.synchronize()
+    end.cancel()
     return f"{time.monotonic() - begun:.0f} s"
 
 
@@ -173,89 +157,70 @@ def correct(device: str, jobs: dict[Any, AsyncResult[str]], until: float) -> Non
                 attempt(name, partial(case.check, name, default(dtype), is_bounded, segments))
 
 
-def sweep(jobs: list[tuple[str, Config, AsyncResult[str]]], until: float) -> None:
-    """Every kernel's configurations: right at ragged spans, then timed at the bench's shapes."""
-    from baltoro.bench.kernels.timing import graph_us
-
-    case, rows = stored(128, BF16).to("cuda"), []
-    times: Times = {}
-    begun = {False: 0, True: 0}
-    for part, config, job in jobs:
-        one, is_direct = getattr(config, part), config.is_direct
-        name = f"{part} {one}{' direct' * is_direct}{' whole inverse' * (not config.has_blocks)}"
-        left = until - (time.monotonic() - BEGUN)
-        if left < 1 or attempt(f"compile {name}", partial(job.get, left)) is None:
+def sweep(jobs: list[tuple[Variant, AsyncResult[str]]], until: float) -> None:
+    """Each kernel alone at the bench's shapes, then all of the best together."""
+    rows: list[tuple[str, int, float, str]] = []
+    best: dict[tuple[str, int], tuple[float, Config]] = {}
+    for (part, name, config), job in jobs:
+        now = time.monotonic() - BEGUN
+        # all began together: who is not ready by then hangs
+        left = min(until, max(PATIENCE, now + 1)) - now
+        if left <= 0 or attempt(f"compile {part} {name}", partial(job.get, left)) is None:
             continue
-        if not attempt(name, partial(case.check, name, config, True, 2)):
-            continue
-        begun[is_direct] += 1
-        if begun[is_direct] == 3:  # the first one of every kernel is compiled
-            whole({}, is_direct, graph_us, until)
         for n, shape in enumerate(SHAPES[:2]):
-            pieces = shape[3][0]
-            if part == "fragment" and pieces == 1:
+            if part == "fragment" and shape[3][0] == 1:
                 continue
-
-            def measure(shape: Any = shape, pieces: int = pieces, part: str = part, config: Config = config) -> float:
-                call, tensors = bench_call(shape, config, pieces)
-                work = launch_part(part, call, tensors, shape[2])
-                return graph_us(work, samples=5, inner=2)
-
-            us = attempt(f"time {name}", measure)
+            us = attempt(f"time {part} {name}", partial(measure, part, config, shape, shape[3][0]))
             if isinstance(us, float):
-                times.setdefault((part, is_direct, n), []).append((us, one))
-                say(f"  {name} at {shape[:3]}: {us:.0f} us")
-    for is_direct in (False, True):
-        whole(times, is_direct, graph_us, until + 5)
-    for (part, is_direct, n), found in sorted(times.items()):
-        for us, one in sorted(found, key=lambda pair: pair[0])[:5]:
-            name, shape = part + " direct" * is_direct, SHAPES[n]
-            rows.append(f"{name:15} {shape[:3]!s:15} {us:8.0f} us {us / floor(part, shape):5.2f} x floor  {one}")
-    print("\n".join(["", "fragment includes the merge; floor: bytes moved at 4.24 TB/s", *rows]), flush=True)
-    attempt("cut", cut_gap)
+                say(f"  {part} {name} at {shape[:3]}: {us:.0f} us")
+                rows.append((part, n, us, name))
+                if us < best.get((part, n), (1e9, config))[0]:
+                    best[part, n] = us, config
+    chosen = [
+        ("best parts at 96 heads", joined({part: one for (part, n), (_, one) in best.items() if n == 0})),
+        ("best parts at 12 heads", joined({part: one for (part, n), (_, one) in best.items() if n == 1})),
+        ("without Gluon", replace(default(BF16), columns=None, copies=None)),
+    ]
+    for name, config in chosen:
+        for shape in SHAPES:
+            for pieces in shape[3]:
+                if time.monotonic() - BEGUN < until + 4:
+                    us = attempt(f"whole {name}", partial(measure, "whole", config, shape, pieces))
+                    say(f"WHOLE {shape[:3]} in {pieces}: {us or 0:.0f} us, {name}")
+        if time.monotonic() - BEGUN > until + 4:
+            continue
+        us = attempt(f"whole {name}", partial(measure, "whole", config, SHAPES[0], 1, F32))
+        say(f"WHOLE {SHAPES[0][:3]}, FP32 keys and queries as `l2_norm` gives them: {us or 0:.0f} us, {name}")
+    say(f"best: {chosen[0][1]}")
+    say(f"best: {chosen[1][1]}")
+    print("\nfragment includes the merge; floor: bytes moved at 4.24 TB/s")
+    for part, n, us, name in sorted(rows):
+        shape = SHAPES[n]
+        print(f"{part:10} {shape[:3]!s:15} {us:8.0f} us {us / floor(part, shape):5.2f} x floor  {name}", flush=True)
+
+
+def joined(found: dict[str, Config]) -> Config:
+    """The parts that were fastest, of each one's configuration."""
+    config = found.get("prepare", default(BF16))
+    scan, fragment = found.get("scan", config), found.get("fragment", config)
+    return replace(config, scan=scan.scan, fragment=fragment.fragment, copies=scan.copies)
+
+
+def measure(
+    part: str, config: Config, shape: tuple[int, int, int, tuple[int, ...]], pieces: int, kind: torch.dtype = BF16
+) -> float:
+    """us, by the bench's own helper on its own inputs, none of which fit a cache."""
+    call, tensors = bench_call(shape, config, pieces, kind)
+    work = partial(call.run, tensors, 0, shape[2], 128**-0.5)
+    if part != "whole":
+        work = launch_part(part, call, tensors, shape[2])  # type: ignore[assignment]
+    return 1e6 * replay_seconds([work], repeats=7)
 
 
 def floor(part: str, shape: tuple[int, int, int, tuple[int, ...]]) -> float:
     """us: q k v bf16 and g fp32 in, workspace out; workspace in, outputs out; w u k R in."""
-    each = {"prepare": 1284 + 1160, "bounded": 1284 + 1160, "scan": 1160 + 256, "fragment": 776}[part]
+    each = {"prepare": 1284 + 1160, "scan": 1160 + 256, "fragment": 776}[part]
     return 1e6 * shape[0] * shape[2] * each / 4.24e12
-
-
-def cut_gap() -> None:
-    """What cutting a long span changes: with fragments of bf16 and of TF32 products, against the uncut one."""
-    shape, found = SHAPES[1], {}
-    tokens, _, heads, (pieces, *_) = shape
-    for name, count, kind in (("uncut", 1, ""), ("bf16", pieces, "bf16"), ("tf32", pieces, "tf32")):
-        call, tensors = bench_call(shape, default(BF16), count)
-        if kind == "tf32":
-            call = replace(call, kinds=replace(call.kinds, fragment=kind))
-            call = replace(call, config=replace(call.config, fragment=Launch(64, 4, 2)))
-        call.run(tensors, 0, heads, 128**-0.5)
-        found[name] = call.out, call.after
-    for name in ("bf16", "tf32"):
-        gaps = [gap(got, exact) for got, exact in zip(found[name], found["uncut"], strict=True)]
-        say(f"CUT {tokens} tokens in {pieces}, {name} fragments, against uncut: o {gaps[0]:.1e} states {gaps[1]:.1e}")
-
-
-def whole(times: Times, is_direct: bool, graph_us: Callable[..., float], until: float) -> None:
-    """All launches with the best of each kernel over the segments to try; without times the first of each."""
-    for shape in SHAPES if times else SHAPES[:2]:
-        like = 0 if shape[2] == 96 else 1
-        best = {part: min(times.get((part, is_direct, like), [(0.0, one)]), key=lambda pair: pair[0])[1]
-                for part, one in FIRSTS.items()}  # fmt: skip
-        config = Config(**best, is_direct=is_direct)
-        for pieces in shape[3] if times else shape[3][:1]:
-            if time.monotonic() - BEGUN > until:
-                continue
-
-            def measure(shape: Any = shape, config: Config = config, pieces: int = pieces) -> float:
-                call, tensors = bench_call(shape, config, pieces)
-                return graph_us(partial(call.run, tensors, 0, shape[2], 0.1), samples=5, inner=2)
-
-            us = attempt(f"whole {shape[:3]}", measure)
-            if isinstance(us, float):
-                name = " direct" * is_direct + (f" {[*best.values()]}" if times else " first")
-                say(f"WHOLE {shape[:3]} {pieces} segments{name}: {us:.0f} us")
 
 
 def dry() -> None:
@@ -270,7 +235,11 @@ def dry() -> None:
         return
     from scripts.gpu import compile_kda
 
-    with mock.patch.object(compile_kda, "cases", lambda: compile_kda.prefill_cases(variants())):
+    parts = [("bounded" if part == "prepare" else part, one) for part, _, one in variants()]
+    with mock.patch.object(compile_kda, "cases", lambda: compile_kda.prefill_cases(parts)):
+        compile_kda.main()
+    launches = [one.columns for _, _, one in variants() if one.columns is not None]
+    with mock.patch.object(compile_kda, "cases", lambda: compile_kda.gluon_cases(dict.fromkeys(launches))):
         compile_kda.main()
 
 
@@ -293,7 +262,7 @@ def main() -> None:
     context = multiprocessing.get_context("forkserver")  # a process a task, forked from one that has imported the rest
     context.set_forkserver_preload(["torch", "triton", "scripts.gpu.prefill_checks"])
     pool = context.Pool(args.workers, maxtasksperchild=1)
-    jobs = [(part, config, pool.apply_async(plainly, (warm, part, config))) for part, config in variants()]
+    jobs = [(one, pool.apply_async(plainly, (warm, *one))) for one in variants()]
     cases = [(keys, dtype, bounded) for keys in (128, 64) for dtype in (F32, BF16) for bounded in (True, False)]
     checks = {case: pool.apply_async(plainly, (warm_check, *case)) for case in cases}
     attempt("sweep", lambda: sweep(jobs, args.seconds - 8))

@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from baltoro.bench.kernels.timeline import describe, timeline
+from baltoro.bench.kernels.timeline import describe, heaviest, timeline
 from baltoro.bench.kernels.timing import Ceilings, ceilings, graph_us, wall_or_graph_us
-from baltoro.bench.slice import LADDER, Slice, SliceShape, climb, published_shape
+from baltoro.bench.slice import LADDER, Rung, Slice, SliceShape, climb, forced, published_shape
 from baltoro.kernels.linear import fast
 
 # (name, rows of the weight, width): the products of one decode step of the slice
@@ -68,7 +68,8 @@ def ladder(shape: SliceShape, batch: int, device: str, bytes_per_s: float, until
             say(f"{rung.name}: FAILED {type(error).__name__}: {str(error)[:200]}")
             continue
         first = out if first is None else first
-        rows.append({"name": step.name, "us": round(step.time_us, 1), "share": round(step.share, 4), "gap": step.error})
+        row = {"name": step.name, "us": round(step.time_us, 1), "share": round(step.share, 4), "gap": step.error}
+        rows.append(row | trace(one, rung) if device == "cuda" else row)
         say(f"{step.name:<72} {step.time_us:9.1f} us  {step.share:6.1%}  gap {step.error:.1e}")
     if device == "cuda":
         try:
@@ -76,6 +77,19 @@ def ladder(shape: SliceShape, batch: int, device: str, bytes_per_s: float, until
         except Exception as error:  # noqa: BLE001
             say(f"no timeline: {type(error).__name__}: {str(error)[:200]}")
     return {"batch": batch, "bytes": parts, "floor_us": floor, "rows": rows}
+
+
+def trace(one: Slice, rung: Rung) -> dict[str, Any]:
+    """What the step's time goes into, of the profiler: kernels, and what weighs most, which is what to mend next."""
+    try:
+        with forced(*rung.forced):
+            seen = timeline(one, is_captured=rung.is_captured)
+    except Exception as error:  # noqa: BLE001 - the time stands without it
+        return {"trace": f"{type(error).__name__}: {str(error)[:200]}"}
+    top = heaviest(seen)
+    for name, launches, time_us in top:
+        say(f"    {time_us:9.1f} us in {launches:4d}  {name[:90]}")
+    return {"kernels": len(seen), "heaviest": [[name[:90], n, round(us, 1)] for name, n, us in top]}
 
 
 def products(found: Ceilings, until: float) -> list[dict[str, Any]]:

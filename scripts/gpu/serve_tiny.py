@@ -60,7 +60,7 @@ def replay_ms(engine: Engine, size: int) -> float:
     """Of a captured step of `size` decodes alone, on the device: what a step of the engine takes beyond is the host."""
     graphs = engine.runner.graphs
     assert graphs is not None
-    step = graphs._steps[size, False]
+    step = graphs.steps[size, False]
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     with torch.inference_mode():
         for _ in range(3):

@@ -6,6 +6,7 @@ An engine samples; then the same ids are scored again with one thing changed at 
 own, and an adapter whose B is not zero.
 
     as run              sampled by decode steps of the engine | the trainer's forward, packed
+    routes replayed     the same, with the experts that the engine took
     decode, prefill     the engine's decode steps | the engine's one prefill of the same ids        kernel order
     prefill, forward    the engine's prefill | the trainer's forward of one trajectory              kernel order
     alone, packed       the trainer's forward of one trajectory | of all, packed                    kernel order
@@ -58,6 +59,7 @@ def settings(options: argparse.Namespace, dtype: str) -> RLConfig:
             f"engine.options.dtype={dtype}",
             f"rollout.groups={options.groups}",
             "rollout.group_size=4",
+            "rollout.replays_routes=true",
             "threads=1",
         ],
     )
@@ -77,6 +79,7 @@ def split(config: RLConfig, families: Sequence[Family] | None = None) -> dict[st
         alone, packed = _alone(parts.trainer, said), _packed(parts.trainer, said)
         rows: dict[str, Drift | int] = {
             "as run": compared(packed, sampled),
+            "routes replayed": compared(_packed(parts.trainer, said, replays_routes=True), sampled),
             "decode, prefill": compared(prefill, sampled),
             "prefill, forward": compared(alone, prefill),
             "alone, packed": compared(packed, alone),
@@ -103,9 +106,9 @@ def _alone(trainer: PolicyTrainer, said: Sequence[Trajectory]) -> Scores:
 
 
 @torch.no_grad()
-def _packed(trainer: PolicyTrainer, said: Sequence[Trajectory]) -> Scores:
-    samples = [PolicySample(t.prompt + t.tokens, len(t.prompt), t.mask, t.logprobs, 0.0) for t in said]
-    batches = pack_policy(samples, sum(map(len, samples)))
+def _packed(trainer: PolicyTrainer, said: Sequence[Trajectory], *, replays_routes: bool = False) -> Scores:
+    samples = [PolicySample(t.prompt + t.tokens, len(t.prompt), t.mask, t.logprobs, 0.0, routes=t.routes) for t in said]
+    batches = pack_policy(samples, sum(map(len, samples)), trainer.model.config if replays_routes else None)
     assert len(batches) == 1
     found: Scores = trainer.logprobs(batches[0].to(trainer.model.device)).tolist()
     return found

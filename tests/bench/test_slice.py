@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from baltoro.bench.kernels.timeline import describe, slots
+from baltoro.bench.kernels.timeline import describe, heaviest, slots
 from baltoro.bench.slice import LADDER, Slice, climb, published_shape
 from scripts.gpu.lab_slice import tiny_shape
 
@@ -50,3 +50,8 @@ def test_a_timeline_knows_its_gaps() -> None:
     found = slots(sorted([*((s - 10, e - 10, n) for s, e, n in one), *one]), 2)
     assert [(slot.name, slot.gap_us) for slot in found] == [("a", 0.0), ("b", 1.0), ("c", -1.0)]
     assert describe(found).endswith("3 kernels in 5.0 us, of which 1.0 us nothing ran")
+
+
+def test_the_heaviest_kernels_come_after_what_nothing_ran_for() -> None:
+    found = slots([(0.0, 4.0, "a"), (6.0, 7.0, "b"), (7.0, 9.0, "a"), (9.5, 12.0, "c")], 1)
+    assert heaviest(found, 2) == [("nothing ran", 2, 2.5), ("a", 2, 6.0), ("c", 1, 2.5)]

@@ -36,6 +36,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "budget 7": {"max_batch_tokens": 7},
     "budget 100": {"max_batch_tokens": 100},
     "forced retraction": {"retract_every": 3},
+    "routes kept": {"page_size": 4, "retract_every": 3, "keeps_routed_experts": True},
     "little memory": {"page_size": 4, "num_pages": 46, "max_context": 160, "pool": "fixed"},
     "all at once": {"page_size": 4, "max_batch_tokens": 50, "retract_every": 5, "num_slots": 3},
 }

@@ -114,10 +114,10 @@ def test_padding_goes_to_the_sinks_and_sees_one_key(monkeypatch: pytest.MonkeyPa
         fill(self, spans)
         count = len(spans)
         assert self._rows[:, count:].tolist() == [[row] * (5 - count) for row in (0, 0, 0, 1, -1, 0)]
-        for row, span in zip(self._table.tolist(), spans, strict=False):
+        for row, span in zip(self._table.rows.tolist(), spans, strict=False):
             used = num_pages(span, 4)
             assert row == [*span.pages[:used].tolist(), *[0] * (20 - used)]
-        assert not self._table[count:].any()
+        assert not self._table.rows[count:].any()
         assert self._rows[3, :count].tolist() == [span.end for span in spans]
         assert self._rows[1, :count].tolist() == [span.slot for span in spans] and self._rows[1, :count].all()
         seen.add((count, next(size for size in self.sizes if size >= count)))

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from baltoro.kernels.kda import fused, prefill
+from baltoro.kernels.kda import fused, launch, prefill
 from baltoro.kernels.kda import fused_reference as reference
 from baltoro.kernels.kda.fused_reference import MixerWeights, Window
+from baltoro.kernels.kda.launch import Columns, Config, Copies
 from baltoro.kernels.kda.reference import l2_norm, recurrent
 from baltoro.kernels.spans import Spans
 
@@ -98,7 +100,7 @@ def test_fold_equals_decode_in_every_bit_for_every_accepted_length(heads: int) -
 def test_prefill(is_bounded: bool, segment_chunks: int | None, dtype: torch.dtype, bound: float) -> None:
     lengths, starts, borders = (1, 63, 130, 300, 17), (0, 64, 5, 0, 60), ((3, 128), (2, 59))
     num = sum(lengths)
-    q, k = (l2_norm(torch.randn(num, H, K, device="cuda").double()) for _ in range(2))
+    q, k = (l2_norm(torch.randn(num, H, K, device="cuda").double()).to(dtype).double() for _ in range(2))
     v = draw(num, H, K, dtype=dtype)
     g = -5 * torch.sigmoid(torch.randn(num, H, K, device="cuda").double() - 3)
     beta, state = torch.rand(num, H, device="cuda").double(), torch.randn(len(lengths), H, K, K, device="cuda")
@@ -108,5 +110,20 @@ def test_prefill(is_bounded: bool, segment_chunks: int | None, dtype: torch.dtyp
     )
     options = {"scale": K**-0.5, "is_bounded": is_bounded, "segment_chunks": segment_chunks}
     layout = (lengths, starts, borders)
-    o, after = prefill.run(q.float(), k.float(), v, g.float(), beta.float(), state, layout, **options)
-    assert gap(o, expected) < bound and gap(after, wanted) < bound
+    # FP32 keys and queries, and such that Gluon's kernels take
+    for kind in {torch.float32, dtype}:
+        o, after = prefill.run(q.to(kind), k.to(kind), v, g.float(), beta.float(), state, layout, **options)
+        assert gap(o, expected) < bound and gap(after, wanted) < bound
+
+
+@pytest.mark.parametrize("segment_chunks", [None, 2])
+@pytest.mark.parametrize("columns", [Columns(), Columns(None, heads_first=False)])
+@pytest.mark.parametrize("is_early", [True, False])
+def test_prefill_in_gluon(
+    segment_chunks: int | None, columns: Columns, is_early: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def choose(*_: Any, **__: Any) -> Config:
+        return replace(launch.choose(torch.bfloat16, keys=K, values=K), columns=columns, copies=Copies(is_early))
+
+    monkeypatch.setattr(prefill, "choose", choose)
+    test_prefill(True, segment_chunks, torch.bfloat16, 6e-3)

@@ -131,6 +131,18 @@ def test_no_keys_give_zero_output_and_minus_infinite_lse(attend_absorbed: Absorb
     assert torch.equal(lse, torch.full_like(lse, float("-inf")))
 
 
+def test_a_window_is_its_tokens_one_by_one(attend_absorbed: Absorbed) -> None:
+    """The last sees all keys, each before it one less; the first tokens of the short request see none."""
+    kv, table, lengths = paged([randn(n, R + DR) for n in (9, 2)])
+    query = randn(2, 4, H, R + DR)
+    out, lse = attend_absorbed(query, kv, table, lengths, latent=R, scale=0.5)
+    for t in range(4):
+        seen = (lengths - (3 - t)).clamp_min(0)
+        alone = attend_absorbed(query[:, t], kv, table, seen, latent=R, scale=0.5)
+        torch.testing.assert_close((out[:, t], lse[:, t]), alone, atol=1e-13, rtol=0)
+    assert not out[1, :2].any() and out[1, 2:].all()
+
+
 def test_large_scores_do_not_overflow(attend_absorbed: Absorbed) -> None:
     kv, table, lengths = paged([randn(5, R + DR) * 1e3])
     out, lse = attend_absorbed(randn(1, H, R + DR) * 1e3, kv, table, lengths, latent=R, scale=1.0)

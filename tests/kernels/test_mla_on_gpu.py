@@ -8,7 +8,7 @@ from torch import Tensor
 
 from baltoro.kernels.attnres import fast as attnres
 from baltoro.kernels.attnres import fused
-from baltoro.kernels.mla import split_decode
+from baltoro.kernels.mla import reference, split_decode
 from baltoro.kernels.paged import fast as paged
 from baltoro.kernels.paged import reference as plain
 from baltoro.kernels.sample import fast as sampling
@@ -39,11 +39,27 @@ def test_latent_attention(heads: int, window: int, dtype: torch.dtype) -> None:
     q = torch.randn(5, window, heads, 576, device="cuda").to(dtype)
     for splits in (None, 1, 5):
         out, lse = split_decode.attend_absorbed(q, kv, table, lengths, latent=512, scale=192**-0.5, splits=splits)
-        exact, exact_lse = split_decode.attend_window(
+        exact, exact_lse = reference.attend_absorbed(
             q.double(), kv.double(), table, lengths, latent=512, scale=192**-0.5
         )
         assert gap(out, exact) < bound("mla_attend_absorbed", dtype)
         assert gap(lse, exact_lse) < 1e-2 if dtype == torch.bfloat16 else gap(lse, exact_lse) < 1e-5
+
+
+@DTYPES
+def test_a_window_wider_than_its_keys_gets_zeros(dtype: torch.dtype) -> None:
+    """NaN lies behind the keys: what fills up a draft window has to stay finite."""
+    arena = torch.full((4, 64, 576), torch.nan, device="cuda", dtype=dtype)
+    lengths, table = torch.tensor([1, 5, 8], device="cuda"), torch.tensor([[1], [2], [3]], device="cuda")
+    for page, length in enumerate(lengths.tolist(), start=1):
+        arena[page, :length] = torch.randn(length, 576, device="cuda").to(dtype)
+    q = torch.randn(3, 8, 12, 576, device="cuda").to(dtype)
+    out, lse = split_decode.attend_absorbed(q, arena, table, lengths, latent=512, scale=192**-0.5)
+    exact, exact_lse = reference.attend_absorbed(
+        q.double(), arena.double(), table, lengths, latent=512, scale=192**-0.5
+    )
+    assert gap(out, exact) < bound("mla_attend_absorbed", dtype)
+    assert torch.equal(lse == -torch.inf, exact_lse == -torch.inf) and not out[0, :7].any()
 
 
 @DTYPES

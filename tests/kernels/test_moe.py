@@ -248,6 +248,19 @@ def test_result_does_not_depend_on_which_tokens_are_together() -> None:
     torch.testing.assert_close(together, torch.cat(alone), atol=1e-12, rtol=0)
 
 
+@torch.no_grad()
+def test_small_dense_experts_ask_the_host_for_nothing_on_a_gpu() -> None:
+    """However many tokens: a captured step may not. A device that holds no values cannot answer."""
+    for num_tokens in (1, 40, 400):
+        z, ids, weights, experts = problem(num_tokens)
+        away = ExpertWeights(*(w.to("meta") for w in (experts.w1, experts.w3, experts.w2)))
+        rows = z.to("meta"), ids.to("meta"), weights.to("meta")
+        assert expert_product(*rows, away, activation=situ).shape == z.shape
+        if num_tokens > 1:
+            with pytest.raises((NotImplementedError, RuntimeError)):
+                grouped(*rows, away, activation=situ)
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_bfloat16_is_summed_in_float32_and_rounded_once(form: Callable[..., Tensor]) -> None:
     z, ids, weights, experts = problem(dtype=torch.float32)

@@ -46,7 +46,7 @@ def write_folder(folder: Path) -> Path:
 
 
 def recipe(folder: Path, **changes: Any) -> RLConfig:
-    """Two groups of four, a dozen tokens each."""
+    """Two groups of four, a dozen tokens each. A key that is None is left out."""
     fields: dict[str, Any] = {
         "name": "tiny",
         "model": str(folder),
@@ -65,7 +65,7 @@ def recipe(folder: Path, **changes: Any) -> RLConfig:
     }
     for key, value in changes.items():
         fields[key] = {**fields[key], **value} if isinstance(fields.get(key), dict) else value
-    return build(RLConfig, fields)
+    return build(RLConfig, {key: value for key, value in fields.items() if value is not None})
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ All choices are here, so that a measured winner is set in one place. Needs trito
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -33,6 +34,30 @@ class Launch:
 
 
 @dataclass(frozen=True, slots=True)
+class Columns:
+    """How `gluon_prepare` is launched. Three programs a multiprocessor have 168 registers a thread. heads_first: if
+    programs side by side are the heads of a chunk, not the chunks of a head."""
+
+    registers: int | None = 168
+    heads_first: bool = True
+
+    def options(self) -> dict[str, int]:
+        """Of a launch."""
+        found = {"num_warps": 4, "HEADS_FIRST": self.heads_first}
+        return found if self.registers is None else found | {"maxnreg": self.registers}
+
+    def grid(self, chunks: int, heads: int) -> tuple[int, int]:
+        return (heads, chunks) if self.heads_first else (chunks, heads)
+
+
+@dataclass(frozen=True, slots=True)
+class Copies:
+    """How `gluon_scan` is launched. is_early: whether U is made while the queries' product is under way."""
+
+    is_early: bool = True
+
+
+@dataclass(frozen=True, slots=True)
 class Config:
     """One for each kernel that has a choice. is_direct: the serial part multiplies by the inverse: its chain is longer,
     and the preparation shorter. bounded: of `triton_bounded`, which prepares chunks of bounded gates where given."""
@@ -44,17 +69,30 @@ class Config:
     bounded: Launch | None = None
     # whether its inverse goes by blocks of 16 that a warp has, up to there; else all levels by whole products
     has_blocks: bool = True
+    # of `gluon_prepare`, which does the same on Hopper for BF16 and heads of 128
+    columns: Columns | None = None
+    # of `gluon_scan`, which has the serial part under the same conditions
+    copies: Copies | None = None
 
     def fit(self, *, keys: int, values: int) -> Config:
         """With blocks that a head of these sizes has."""
         small = min(keys, values)
         bounded = None if self.bounded is None else _fit(self.bounded, small)
         parts = _fit(self.prepare, small), _fit(self.scan, values), _fit(self.fragment, small)
-        return Config(*parts, self.is_direct, bounded, self.has_blocks)
+        columns = self.columns if keys == values == 128 else None
+        copies = self.copies if keys == values == 128 else None
+        return Config(*parts, self.is_direct, bounded, self.has_blocks, columns, copies)
 
     def prepares_bounded(self, *, chunk: int, is_bounded: bool) -> Launch | None:
         """How, where it can: half a chunk at the bound must stay within what bf16 holds."""
         return self.bounded if is_bounded and chunk in BOUNDED_CHUNKS else None
+
+    def prepares_columns(self, inputs: Sequence[Tensor], *, chunk: int, is_bounded: bool) -> Columns | None:
+        """The same of `columns`; inputs q, k, v, g."""
+        is_fit = is_bounded and chunk == 64 and not self.is_direct
+        q, k, v, g = (x.dtype for x in inputs)
+        is_fit &= q == k and q in (torch.bfloat16, torch.float32) and v == torch.bfloat16 and g == torch.float32
+        return self.columns if is_fit else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +118,9 @@ BOUNDED_CHUNKS = (32, 64)
 SCAN = Launch(64, 4, 3)
 # 294 us for 65536 tokens of 12 heads, the merge included; 404 with eight warps or 64 rows
 FRAGMENT = Launch(128, 4, 2)
+# On Hopper instead of BOUNDED, and of SCAN and FRAGMENT; None: never. Not measured yet.
+COLUMNS: Columns | None = None
+COPIES: Copies | None = None
 # FP32 operands are twice as wide, and products are three: small blocks, so that every size fits into shared memory.
 EXACT = Config(Launch(32, 4, 1), Launch(16, 4, 1), Launch(16, 4, 1))
 
@@ -89,7 +130,8 @@ def choose(dtype: torch.dtype, *, keys: int, values: int) -> Config:
     if dtype == torch.float32:
         config = EXACT
     else:
-        config = Config(PREPARE, SCAN, FRAGMENT, bounded=BOUNDED if min(keys, values) >= 64 else None)
+        bounded = BOUNDED if min(keys, values) >= 64 else None
+        config = Config(PREPARE, SCAN, FRAGMENT, bounded=bounded, columns=COLUMNS, copies=COPIES)
     return config.fit(keys=keys, values=values)
 
 

@@ -10,7 +10,7 @@ Source: spec/kernels.md A.6 to A.8.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -25,6 +25,7 @@ from baltoro.kernels.kda.launch import (
     BOUNDED_GROUP,
     MERGE_ROWS,
     Config,
+    Copies,
     Launch,
     Products,
     bounded_matrices,
@@ -38,6 +39,8 @@ from baltoro.kernels.spans import Borders, Spans
 
 WORKSPACE_BYTES = 1 << 30
 SIZES = (16, 32, 64, 128)
+# compute capabilities that Gluon's kernels are for
+HOPPER = ((9, 0),)
 
 
 def chunked(
@@ -121,6 +124,8 @@ def plan_call(
     segment_chunks: int | None,
 ) -> Call:
     """What the launches share. v [T, H, V], state [N, H, V, K]."""
+    if machine(v.device.type, v.device.index or 0).capability not in HOPPER:
+        config = replace(config, columns=None, copies=None)
     plan, tables = _tables(layout, chunk, segment_chunks, v.device)
     state, kinds = state.to(torch.float32).contiguous(), products(v.dtype)
     out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
@@ -174,13 +179,24 @@ class Call:
         )  # fmt: skip
         options = shape | {"KIND": kinds.pairs, "INVERSE_KIND": kinds.inverse, "SUMS": kinds.sums}
         options["IS_DIRECT"] = self.config.is_direct
-        if num and self.bounded is not None:
+        columns = self.config.prepares_columns(inputs[:4], chunk=shape["C"], is_bounded=self.smallest > 1)
+        if num and columns is not None:
+            from baltoro.kernels.kda.gluon_prepare import column_kernel
+
+            column_kernel[columns.grid(num, heads)](*arguments, **columns.options())
+        elif num and self.bounded is not None:
             options |= {"BLOCK": self.bounded.block, "HAS_BLOCKS": self.config.has_blocks} | self.bounded.options()
             bounded_kernel[(num, heads)](*arguments, **options)
         elif num:
             options |= {"BLOCK": self.config.prepare.block, "FIRST": self.smallest} | self.config.prepare.options()
             prepare_kernel[(num, heads)](*arguments, **options)
         return w, u, k_out, q_in, a, gamma
+
+    @property
+    def copies(self) -> Copies | None:
+        """How `gluon_scan` has the serial part."""
+        is_fit = self.out.dtype == torch.bfloat16 and self.shape["C"] == 64 and not self.config.is_direct
+        return self.config.copies if is_fit else None
 
     def enter(self, made: Made, v: Tensor, first: int, heads: int) -> Tensor:
         """States entering all segments [segments, heads, V, K]; v [T, H, V]."""
@@ -191,11 +207,18 @@ class Call:
         fragments = self.state.new_empty(num, heads, values + keys, keys)
         entering = self.state.new_empty(num, heads, values, keys)
         w, u, k_out, _, _, gamma = made
-        fragment_kernel[((values + keys) // config.block, heads, len(plan.fragments))](
-            w, u, k_out, gamma, v, tables["chunks"], tables["segments"], tables["fragments"], fragments,
-            v.stride(0), first, **shape, BV=config.block, KIND=self.kinds.fragment, IS_DIRECT=self.config.is_direct,
-            **config.options(),
-        )  # fmt: skip
+        if self.copies is not None:
+            from baltoro.kernels.kda.gluon_scan import column_fragment_kernel
+
+            column_fragment_kernel[(2, heads, len(plan.fragments))](
+                *descriptors(w, u, k_out), gamma, tables["segments"], tables["fragments"], fragments, num_warps=8
+            )
+        else:
+            fragment_kernel[((values + keys) // config.block, heads, len(plan.fragments))](
+                w, u, k_out, gamma, v, tables["chunks"], tables["segments"], tables["fragments"], fragments,
+                v.stride(0), first, **shape, BV=config.block, KIND=self.kinds.fragment, IS_DIRECT=self.config.is_direct,
+                **config.options(),
+            )  # fmt: skip
         merge_kernel[(len(plan.spans), heads, values // MERGE_ROWS)](
             self.state, tables["spans"], fragments, entering, self.out.shape[1], first,
             K=keys, V=values, BV=MERGE_ROWS, KIND=self.kinds.merge, num_warps=8,
@@ -207,13 +230,32 @@ class Call:
         from baltoro.kernels.kda.triton_chunk import scan_kernel
 
         plan, tables, shape, config = self.plan, self.tables, self.shape, self.config.scan
-        if plan.segments:
+        if plan.chunks and self.copies is not None:
+            from baltoro.kernels.kda.gluon_scan import column_scan_kernel
+
+            *rows, gamma = made
+            column_scan_kernel[(heads, len(plan.segments))](
+                *(descriptors(*rows)), gamma, tables["chunks"], tables["segments"], tables["order"], entering,
+                self.out, self.after, len(plan.spans), self.out.shape[1], first,
+                IS_CUT=bool(plan.fragments), IS_EARLY=self.copies.is_early, num_warps=8,
+            )  # fmt: skip
+        elif plan.segments:
             scan_kernel[(shape["V"] // config.block, heads, len(plan.segments))](
                 *made, v, tables["chunks"], tables["segments"], tables["order"], entering,
                 self.out, self.after, v.stride(0), len(plan.spans), self.out.shape[1], first,
                 **shape, BV=config.block, IS_CUT=bool(plan.fragments), KIND=self.kinds.scan,
                 IS_DIRECT=self.config.is_direct, **config.options(),
             )  # fmt: skip
+
+
+def descriptors(*tensors: Tensor) -> list[Any]:
+    """For the copy engine: [chunks, heads, 64, n] as rows, 64 at a time."""
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    layout = gl.NVMMASharedLayout(128, 16, 2)
+    rows = [t.view(-1, t.shape[-1]) for t in tensors]
+    return [TensorDescriptor(t, [*t.shape], [t.shape[1], 1], [64, t.shape[1]], layout) for t in rows]
 
 
 def _group(layout: Layout, chunk: int, heads: int, row_bytes: int) -> int:

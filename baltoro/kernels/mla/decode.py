@@ -11,16 +11,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from baltoro.kernels.mla.reference import by_token
 from baltoro.kernels.precision import acc_dtype
 
 
 def attend_absorbed(
     q: Tensor, kv: Tensor, page_table: Tensor, lengths: Tensor, *, latent: int, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """q [N, H, R+Dr]; kv [P, page, R+Dr]; page_table [N, Pmax]; lengths [N] -> out [N, H, R], lse [N, H].
+    """q [N, H, R+Dr] or a window [N, W, H, R+Dr]; kv [P, page, R+Dr]; page_table [N, Pmax]; lengths [N] -> out
+    [N, (W,) H, R], lse [N, (W,) H].
 
     Length 0 gives out 0 and -inf.
     """
+    if q.dim() == 4:
+        return by_token(attend_absorbed, q, kv, page_table, lengths, latent=latent, scale=scale)
     acc, size = acc_dtype(q.dtype), kv.shape[1]
     outputs, sums, tops = [], [], []
     for query, pages, length in zip(q.to(acc) * scale, page_table, lengths.tolist(), strict=True):

@@ -6,6 +6,8 @@ Source: spec/k3.md 3.5, spec/kernels.md C.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -52,7 +54,11 @@ def attend_absorbed(
     q [N, H, R+Dr] (absorbed query | shared part); kv [P, page, R+Dr]; page_table [N, Pmax]; lengths [N] keys in use;
     latent = R. Returns out [N, H, R] and the log-sum-exp of the scaled scores [N, H], both in the accumulate dtype.
     Rows past the length never matter, even if they hold NaN; length 0 gives out 0 and -inf.
+    A window of query tokens, q [N, W, H, R+Dr], gives out [N, W, H, R] and [N, W, H]: `lengths` counts the keys that
+    its last token sees, the one before sees one less, and so on, down to none.
     """
+    if q.dim() == 4:
+        return by_token(attend_absorbed, q, kv, page_table, lengths, latent=latent, scale=scale)
     acc = acc_dtype(q.dtype)
     rows = kv[page_table].flatten(1, 2)  # [N, Pmax * page, R+Dr]
     is_used = torch.arange(rows.shape[1], device=q.device) < lengths.to(q.device).unsqueeze(-1)
@@ -62,3 +68,22 @@ def attend_absorbed(
     lse = torch.logsumexp(scores, dim=-1)
     share = torch.exp(scores - lse.masked_fill(lse == float("-inf"), 0).unsqueeze(-1))
     return share @ rows[..., :latent], lse
+
+
+def by_token(
+    attend: Callable[..., tuple[Tensor, Tensor]],
+    q: Tensor,
+    kv: Tensor,
+    page_table: Tensor,
+    lengths: Tensor,
+    *,
+    latent: int,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """A window through a form that knows none: each of its tokens is a request of its own with fewer keys."""
+    window = q.shape[1]
+    before = torch.arange(window - 1, -1, -1, device=q.device)
+    seen = (lengths.unsqueeze(1) - before).clamp_min(0).flatten()
+    table = page_table.repeat_interleave(window, 0)
+    out, lse = attend(q.flatten(0, 1), kv, table, seen, latent=latent, scale=scale)
+    return out.view(-1, window, *out.shape[1:]), lse.view(-1, window, *lse.shape[1:])

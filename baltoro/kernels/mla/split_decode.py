@@ -1,6 +1,6 @@
 """Absorbed attention for a GPU: the keys of each request in a fixed number of splits, then a merge by log-sum-exp.
 
-In and out: as `reference.attend_absorbed`, and a window of query tokens besides (verify). Graph-safe: the number of
+In and out: as `reference.attend_absorbed`, windows of query tokens (verify) too. Graph-safe: the number of
 splits depends on shapes alone, the length of each is worked out on the device; nothing is read by the host.
 FP64 goes to the reference. Offsets are 64 bits wide.
 Source: spec/kernels.md C.
@@ -95,7 +95,7 @@ def attend_absorbed(
     if window > MAX_WINDOW:
         raise ShapeError(f"a window of {window} query tokens; at most {MAX_WINDOW}")
     if q.dtype == torch.float64:
-        return attend_window(q, kv, page_table, lengths, latent=latent, scale=scale)
+        return reference.attend_absorbed(q, kv, page_table, lengths, latent=latent, scale=scale)
     heads, rows = q.shape[-2], window * q.shape[-2]
     facts = machine(q.device.type, q.device.index or 0)
     if tiles is None:
@@ -106,20 +106,6 @@ def attend_absorbed(
     flat = q.reshape(q.shape[0], rows, q.shape[-1]).contiguous()
     out, lse = _launch(flat, kv, page_table, lengths, (heads, window, splits, latent), scale, tiles)
     return out.view(*q.shape[:-1], latent), lse.view(q.shape[:-1])
-
-
-def attend_window(
-    q: Tensor, kv: Tensor, page_table: Tensor, lengths: Tensor, *, latent: int, scale: float
-) -> tuple[Tensor, Tensor]:
-    """The same in plain torch: each token of a window is a request of its own with fewer keys."""
-    if q.dim() == 3:
-        return reference.attend_absorbed(q, kv, page_table, lengths, latent=latent, scale=scale)
-    window = q.shape[1]
-    before = torch.arange(window - 1, -1, -1, device=q.device)
-    seen = (lengths.unsqueeze(1) - before).clamp_min(0).flatten()
-    table = page_table.repeat_interleave(window, 0)
-    out, lse = reference.attend_absorbed(q.flatten(0, 1), kv, table, seen, latent=latent, scale=scale)
-    return out.view(-1, window, *out.shape[1:]), lse.view(-1, window, *lse.shape[1:])
 
 
 def _launch(

@@ -32,8 +32,8 @@ MAX_GATHERED_PAIRS = 32
 # us, one thread, 2026-11-30, single / everywhere / grouped: 16 experts of 64 x 64, one token 68 / 82 / 167, 8 tokens
 # - / 139 / 364; 32 of 96 x 128, one token 77 / 321 / 189, 8 tokens - / 619 / 525. Gathering copies the weights: 1192.
 MAX_EVERYWHERE, MAX_WASTE = 1 << 17, 8
-# Elements that one matrix of all experts, and one of its products with all tokens, may have in fixed form (see
-# `can_be_fixed`): what nobody reads is computed too, to have no word with the host.
+# Elements that one matrix of all experts, and one of its products with all tokens, may have on a GPU where `grouped`
+# would have a word with the host, which a captured step may not: what nobody reads is computed too (`can_be_fixed`).
 MAX_FIXED = 1 << 26
 
 
@@ -177,8 +177,8 @@ def _all(weight: Weight, dtype: torch.dtype) -> Tensor:
 
 
 def can_be_fixed(experts: AnyExperts, num_tokens: int) -> bool:
-    """Whether so many tokens go through all experts in reasonable memory: then a step with terms of adapters in fixed
-    form asks the host for nothing."""
+    """Whether so many tokens go through all experts in reasonable memory: then a step with dense experts, or with terms
+    of adapters in fixed form, asks the host for nothing."""
     count, inner, width = experts.w1.shape
     return count * max(inner * width, num_tokens * max(inner, width)) <= MAX_FIXED
 
@@ -188,7 +188,9 @@ def _form(ids: Tensor, experts: AnyExperts, delta: ExpertDelta | None = None) ->
     if delta is not None and delta.is_fixed:
         return everywhere
     if not ids.is_cpu:
-        return gathered if ids.numel() <= MAX_GATHERED_PAIRS else grouped
+        if ids.numel() <= MAX_GATHERED_PAIRS:
+            return gathered
+        return everywhere if can_be_fixed(experts, len(ids)) else grouped
     if len(ids) == 1 and isinstance(experts.w1, Tensor):
         return single
     num_experts, rows, columns = experts.w1.shape

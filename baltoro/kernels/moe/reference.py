@@ -40,10 +40,27 @@ def route(
     if num_groups > num_top_groups:
         choice = _keep_best_groups(choice, num_groups, num_top_groups)
     ids = torch.sort(choice, dim=-1, descending=True, stable=True).indices[:, :top_k]
+    return ids, _weights(scores, ids, is_renormalised=is_renormalised, scaling=scaling)
+
+
+def weigh(
+    logits: Tensor,
+    ids: Tensor,
+    *,
+    activation: Literal["sigmoid", "softmax"],
+    is_renormalised: bool,
+    scaling: float,
+) -> Tensor:
+    """The weights [T, A] that `route` gives to `ids` [T, A] where it chooses them; gradients flow into the logits."""
+    scores = torch.sigmoid(logits) if activation == "sigmoid" else torch.softmax(logits, dim=-1)
+    return _weights(scores, ids, is_renormalised=is_renormalised, scaling=scaling)
+
+
+def _weights(scores: Tensor, ids: Tensor, *, is_renormalised: bool, scaling: float) -> Tensor:
     weights = scores.gather(-1, ids)
-    if top_k > 1 and is_renormalised:
+    if ids.shape[-1] > 1 and is_renormalised:
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-    return ids, weights * scaling
+    return weights * scaling
 
 
 def _keep_best_groups(choice: Tensor, num_groups: int, num_top_groups: int) -> Tensor:

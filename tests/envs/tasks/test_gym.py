@@ -85,3 +85,5 @@ def test_what_the_package_does_not_have_is_refused() -> None:
         Gym("countdown")
     with pytest.raises(ConfigError, match="cannot make gcd"):
         Gym("gcd", {"no_such_option": 1})
+    with pytest.raises(ConfigError, match="cannot make spell_backward"):  # its list has no word so long: IndexError
+        Gym("spell_backward", {"min_word_len": 12, "max_word_len": 16})

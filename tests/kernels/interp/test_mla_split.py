@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from baltoro.errors import ShapeError
-from baltoro.kernels.mla.split_decode import Tiles, attend_absorbed, attend_window, choose_tiles, num_splits
+from baltoro.kernels.mla import reference
+from baltoro.kernels.mla.split_decode import Tiles, attend_absorbed, choose_tiles, num_splits
 from tests.kernels.tolerances import TOLERANCES
 
 LATENT, SHARED, PAGE, PAGES = 40, 8, 16, 70
@@ -47,16 +48,16 @@ def check(got: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor], dtype: st
 def test_equals_the_reference_with_nan_behind_every_length(splits: int | None, heads: int, dtype: str) -> None:
     q, kv, table, lengths = world([0, 1, 64, 65, 200], heads, None, getattr(torch, dtype))
     got = attend_absorbed(q, kv, table, lengths, latent=LATENT, scale=0.3, splits=splits)
-    exact = attend_window(q.double(), kv.double(), table, lengths, latent=LATENT, scale=0.3)
+    exact = reference.attend_absorbed(q.double(), kv.double(), table, lengths, latent=LATENT, scale=0.3)
     check(got, exact, dtype)
     assert not got[0][0].any()
 
 
 @pytest.mark.parametrize(("window", "heads", "splits"), [(2, 12, 1), (8, 12, 2), (8, 3, 4)])
 def test_a_window_is_causal_inside(window: int, heads: int, splits: int) -> None:
-    q, kv, table, lengths = world([window, 63 + window, 130], heads, window, torch.float32)
+    q, kv, table, lengths = world([window, 63 + window, 130, 1], heads, window, torch.float32)
     got = attend_absorbed(q, kv, table, lengths, latent=LATENT, scale=0.3, splits=splits)
-    exact = attend_window(q.double(), kv.double(), table, lengths, latent=LATENT, scale=0.3)
+    exact = reference.attend_absorbed(q.double(), kv.double(), table, lengths, latent=LATENT, scale=0.3)
     check(got, exact, "float32")
 
 
@@ -68,7 +69,7 @@ def test_a_window_over_the_limit_is_refused() -> None:
 
 def test_float64_and_no_requests() -> None:
     q, kv, table, lengths = world([5], 2, None, torch.float64)
-    exact = attend_window(q, kv, table, lengths, latent=LATENT, scale=0.3)
+    exact = reference.attend_absorbed(q, kv, table, lengths, latent=LATENT, scale=0.3)
     torch.testing.assert_close(attend_absorbed(q, kv, table, lengths, latent=LATENT, scale=0.3), exact)
     out, lse = attend_absorbed(q[:0].float(), kv.float(), table[:0], lengths[:0], latent=LATENT, scale=0.3)
     assert out.shape == (0, 2, LATENT) and lse.shape == (0, 2)
@@ -82,7 +83,7 @@ def test_offsets_are_64_bits_wide(tmp_path: Path) -> None:
     kv[-1] = torch.randn(PAGE, width)
     q, table, lengths = torch.randn(1, 3, width).bfloat16(), torch.tensor([[pages - 1]]), torch.tensor([11])
     got = attend_absorbed(q, kv, table, lengths, latent=LATENT, scale=0.3)
-    exact = attend_window(q.double(), kv[-1:].double(), table * 0, lengths, latent=LATENT, scale=0.3)
+    exact = reference.attend_absorbed(q.double(), kv[-1:].double(), table * 0, lengths, latent=LATENT, scale=0.3)
     check(got, exact, "bfloat16")
 
 
@@ -93,7 +94,7 @@ def test_any_page_size_and_tile(tiles: Tiles, page: int) -> None:
     table = torch.randperm(len(arena))[: 6 * 128 // page].view(2, -1)
     q, lengths = torch.randn(2, 5, LATENT + SHARED), torch.tensor([3 * 128, 200])
     got = attend_absorbed(q, arena, table, lengths, latent=LATENT, scale=0.3, splits=3, tiles=tiles)
-    exact = attend_window(q.double(), arena.double(), table, lengths, latent=LATENT, scale=0.3)
+    exact = reference.attend_absorbed(q.double(), arena.double(), table, lengths, latent=LATENT, scale=0.3)
     check(got, exact, "float32")
 
 

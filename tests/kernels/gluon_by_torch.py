@@ -1,0 +1,160 @@
+"""Runs Gluon kernels on a CPU, program after program, as what their operations mean: layouts, barriers and waits are
+nothing, a tile in shared memory is a tensor, products of FP16 and BF16 have FP32 sums.
+
+Triton's interpreter does not know Gluon. This one knows what the KDA kernels use of it. What it cannot find: a barrier
+or a fence that is missing.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from itertools import product
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+IMPORTS = re.compile(r"from triton[^\n]*import (\([^)]*\)|[^\n(]*)\n|from __future__[^\n]*\n")
+LAYOUTS = (
+    "BlockedLayout", "SliceLayout", "NVMMADistributedLayout", "NVMMASharedLayout", "SwizzledSharedLayout",
+    "DotOperandLayout",
+)  # fmt: skip
+
+
+class Pointer:
+    """A contiguous tensor and places in it."""
+
+    def __init__(self, tensor: Tensor, places: Any = 0) -> None:
+        assert tensor.is_contiguous()
+        self.flat, self.places = tensor.view(-1), torch.as_tensor(places)
+        self.dtype = SimpleNamespace(element_ty=tensor.dtype)
+
+    def __add__(self, step: Any) -> Pointer:
+        return Pointer(self.flat, self.places + step)
+
+
+class Tile:
+    """Shared memory, or a view of it."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor, self.dtype = tensor, tensor.dtype
+
+    def store(self, values: Tensor) -> None:
+        assert values.dtype == self.dtype and values.shape == self.tensor.shape
+        self.tensor.copy_(values)
+
+    def load(self, _: Any = None) -> Tensor:
+        return self.tensor.clone()
+
+    def reshape(self, shape: Sequence[int]) -> Tile:
+        return Tile(self.tensor.view(*shape))
+
+    def slice(self, start: int, length: int, dim: int = 0) -> Tile:
+        return Tile(self.tensor.narrow(dim, start, length))
+
+    def permute(self, dims: Sequence[int]) -> Tile:
+        return Tile(self.tensor.permute(*dims))
+
+    def index(self, place: Any) -> Tile:
+        return Tile(self.tensor[int(place)])
+
+
+def load(at: Pointer, mask: Any = True, other: float = 0.0) -> Tensor:
+    places, live = torch.broadcast_tensors(at.places, torch.as_tensor(mask))
+    found = at.flat[torch.where(live, places, 0)]
+    return torch.where(live, found, torch.as_tensor(other, dtype=found.dtype))
+
+
+def store(at: Pointer, values: Tensor, mask: Any = True) -> None:
+    places, live, values = torch.broadcast_tensors(at.places, torch.as_tensor(mask), values)
+    at.flat[places[live]] = values[live].to(at.flat.dtype)
+
+
+def allocate(dtype: torch.dtype, shape: Sequence[int], _: Any, values: Tensor | None = None) -> Tile:
+    if values is not None:
+        assert values.dtype == dtype and [*values.shape] == [*shape]
+        return Tile(values.clone())
+    return Tile(torch.full(tuple(shape), float("nan") if dtype.is_floating_point else 0, dtype=dtype))
+
+
+def multiply(a: Any, b: Any, total: Tensor, use_acc: bool = True, is_async: bool = False) -> Tensor:
+    a, b = (x.tensor if isinstance(x, Tile) else x for x in (a, b))
+    assert a.dtype == b.dtype and a.dtype in (torch.float16, torch.bfloat16)
+    found = a.float() @ b.float()
+    assert found.shape == total.shape
+    return total + found if use_acc else found
+
+
+def where(condition: Any, a: Any, b: Any) -> Tensor:
+    kind = next((x.dtype for x in (a, b) if isinstance(x, Tensor)), torch.float32)
+    return torch.where(torch.as_tensor(condition), *(torch.as_tensor(x, dtype=kind) for x in (a, b)))
+
+
+def wait(_: int, deps: list[Tensor]) -> Any:
+    return deps[0] if len(deps) == 1 else tuple(deps)
+
+
+def copy_pointers(tile: Tile, at: Pointer, mask: Any) -> None:
+    tile.store(load(at, mask))
+
+
+def copy_rows(rows: Tensor, place: Sequence[Any], _: Any, tile: Tile, pred: Any) -> None:
+    if pred:
+        tile.store(rows[int(place[0]) : int(place[0]) + len(tile.tensor)])
+
+
+def nothing(*_: Any, **__: Any) -> None:
+    return None
+
+
+def jit(function: Any = None, **_: Any) -> Any:
+    return function if function is not None else jit
+
+
+def language(program: list[int], programs: list[int]) -> SimpleNamespace:
+    """What kernels call `gl`."""
+    names = ("float16", "float32", "bfloat16", "int32", "int64", "exp2", "zeros_like")
+    found = {name: getattr(torch, name) for name in names} | dict.fromkeys(LAYOUTS, nothing)
+    found |= {
+        "constexpr": lambda x: x, "static_range": range, "load": load, "store": store, "where": where,
+        "allocate_shared_memory": allocate, "thread_barrier": nothing, "convert_layout": lambda x, _: x,
+        "arange": lambda a, b, _: torch.arange(a, b), "sum": lambda x, axis: x.sum(axis),
+        "program_id": lambda n: torch.tensor(program[n]), "num_programs": lambda n: torch.tensor(programs[n]),
+        "associative_scan": lambda x, axis, _: x.cumsum(axis), "zeros": lambda s, d, _: torch.zeros(s, dtype=d),
+        "reduce": lambda values, axis, _: tuple(x.sum(axis) for x in values),
+    }  # fmt: skip
+    return SimpleNamespace(**found)
+
+
+def kernels(file: Path) -> dict[str, Any]:
+    """Name -> launcher of a file's kernels: launcher(grid, *arguments), tensors where they take pointers or rows."""
+    program, programs = [0, 0, 0], [1, 1, 1]
+    text = IMPORTS.sub("", file.read_text(encoding="utf-8")).replace(".type.layout", ".dtype")
+    copies = SimpleNamespace(async_copy_global_to_shared=copy_pointers, commit_group=nothing, wait_group=nothing)
+    bells = SimpleNamespace(init=nothing, expect=nothing, wait=nothing, MBarrierLayout=nothing)
+    space = {
+        "gl": language(program, programs), "gluon": SimpleNamespace(jit=jit), "async_copy": copies, "mbarrier": bells,
+        "tma": SimpleNamespace(async_copy_global_to_shared=copy_rows), "fence_async_shared": nothing,
+        "mma_v2": multiply, "warpgroup_mma": multiply, "warpgroup_mma_wait": wait,
+    }  # fmt: skip
+    exec(compile(text, str(file), "exec"), space)
+
+    def launcher(kernel: Callable[..., None]) -> Callable[..., None]:
+        names = kernel.__code__.co_varnames
+
+        def launch(grid: tuple[int, ...], *arguments: Any) -> None:
+            programs[: len(grid)] = grid
+            given = [
+                Pointer(x) if isinstance(x, Tensor) and name.endswith("_ptr") else x
+                for name, x in zip(names, arguments, strict=False)
+            ]
+            for place in product(*(range(n) for n in grid)):
+                program[: len(grid)] = place
+                kernel(*given)
+
+        return launch
+
+    return {name: launcher(found) for name, found in space.items() if name.endswith("_kernel")}
