@@ -29,7 +29,9 @@ def test_three_steps(tmp_path: Path, dtype: str, limit: float, sleeps: bool) -> 
         TINY,
         threads=None,
         is_deterministic=False,
-        tasks=[{"family": "arithmetic", "options": {"num_terms": 3}}],  # of which some are right without a thought
+        tasks=[
+            {"family": "arithmetic", "options": {"operations": "x", "high_factor": 5}}
+        ],  # of which some are right without a thought
         rollout={"replays_routes": True, "groups": 8},
         partial={"max_tokens": 32},
         optim={"lr": 1e-4, "micro_tokens": 4096},
