@@ -2,7 +2,7 @@
 
 In: a TOML file, `--set a.b=value` overrides, a dataclass type. Out: an instance of it, and `dump` of what was resolved.
 Invariants: an unknown key fails, with the nearest known one in the message; a value of the wrong type fails; nothing is
-guessed. Environment variables are for debugging and tests only, and are all named in ENVIRONMENT.
+guessed. Environment variables are for debugging, tests and secrets only, and are all named in ENVIRONMENT.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ ENVIRONMENT = {
     "BALTORO_K3_DATA": "folder of the published config.json, index and tiktoken.model; tests on them skip without",
     "BALTORO_MODEL": "model folder that serve, chat and generate use when none is given",
     "BALTORO_REFERENCE": "operations, with commas, or `all`, that run their reference; see `baltoro explain`",
+    "BALTORO_RL_TOKEN": "the secret of `baltoro rl` and a `baltoro rl-engine` on another host; @FILE: its first line",
     "BALTORO_THREADS": "torch threads of an engine; default: 1 for models narrower than 1024, else its cores",
     "TRITON_INTERPRET": "1: Triton runs kernels on a CPU, for tests; set before they are imported",
 }

@@ -20,6 +20,7 @@ VERBS = {
     "generate": "Complete prompts offline.",
     "train": "Train a model from a recipe.",
     "rl": "Improve a model by reinforcement learning on tasks that judge themselves.",
+    "rl-engine": "Run the engine of an RL run on this host, for a trainer on another.",
     "inspect": "Check every tensor name, shape and byte of a checkpoint or index.",
     "sizes": "Parameters, bytes per token and per request, what fits into memory.",
     "convert": "Rewrite a checkpoint: quantise, dequantise, reshard.",

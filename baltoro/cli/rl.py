@@ -64,6 +64,8 @@ def rl(
 
         baltoro rl recipes/rl-mini.toml --resume --stop-after 540
 
+        baltoro rl recipes/rl-mini.toml --set engine.place=tcp://gpu-host:7400
+
         baltoro rl recipes/rl-mini.toml --replay runs/rl-mini --set optim.lr=0.001
 
         baltoro rl recipes/rl-mini.toml --replay runs/rl-mini --rescore mypackage.rewards:strict
@@ -99,14 +101,16 @@ def _show_plan(config: RLConfig, console: Console) -> None:
     plan = make_plan(config, K3Config.load(config.model), engine_config(config))
     pool = "resolved when the engine starts" if plan.pool_bytes is None else _bytes(plan.pool_bytes)
     activations = f"about {_bytes(plan.activation_bytes)} activations"
-    activations += "" if config.engine.sleeps else "; the engine keeps its pool"
+    activations += "" if config.engine.sleeps or plan.is_remote else "; the engine keeps its pool"
+    there = f" (at {config.engine.place})" if plan.is_remote else ""
     rows = [
-        ("base", f"{_bytes(plan.base_bytes)} on disk, resident {plan.num_bases}x"),
+        ("engine", _place(config)),
+        ("base", f"{_bytes(plan.base_bytes)} on disk, resident {plan.num_bases}x{' on each host' if there else ''}"),
         ("adapter", f"{_bytes(plan.adapter_bytes)}, {plan.adapter_parameters:,} parameters"),
-        ("engine's slots", _bytes(plan.slot_bytes)),
+        ("engine's slots", _bytes(plan.slot_bytes) + there),
         ("optimizer", _bytes(plan.optimizer_bytes)),
         ("every phase", _bytes(plan.resident_bytes)),
-        ("rollout phase, besides", f"engine's pool: {pool}"),
+        ("rollout phase, besides", f"engine's pool: {pool}{there}"),
         ("training phase, besides", f"{_bytes(plan.gradient_bytes)} gradients, {activations}"),
         ("publication", f"{_bytes(plan.sync_bytes)} in {plan.sync_tensors} tensors a step"),
         ("step", f"{plan.attempts} attempts, at most {plan.most_tokens:,} sampled tokens; {config.steps} steps"),
@@ -117,6 +121,17 @@ def _show_plan(config: RLConfig, console: Console) -> None:
     for name, text in rows:
         console.print(f"{name:{width}}  {text}", highlight=False, soft_wrap=True)
     console.print("\n" + table(choices(config)) + "\n", highlight=False, soft_wrap=True)
+
+
+def _place(config: RLConfig) -> str:
+    """Where the engine runs, in words."""
+    if not config.engine.is_remote:
+        return config.engine.place
+    from baltoro.config import environment
+    from baltoro.rl.engine_remote import TOKEN
+
+    missing = "" if environment(TOKEN) else f", and {TOKEN} is not set here"
+    return f"at {config.engine.place}, started there by `baltoro rl-engine`{missing}"
 
 
 def _bytes(count: int) -> str:

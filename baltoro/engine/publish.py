@@ -20,17 +20,17 @@ import threading
 from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
 from baltoro.engine.engine import Engine
 from baltoro.engine.gate import Gate
-from baltoro.errors import ConfigError, TransferError, UserError
+from baltoro.errors import ConfigError, RequestError, TransferError, UserError
 from baltoro.model.adapter import adapter_from_tensors
 from baltoro.observe import log, logger
-from baltoro.transfer.local import DEFAULT_BUCKET_BYTES, Listener, LocalChannel
+from baltoro.transfer.channel import Accepts, Channel
+from baltoro.transfer.local import DEFAULT_BUCKET_BYTES, Listener
 from baltoro.transfer.manifest import Kind, Manifest, raws
 from baltoro.transfer.tensors import to_tensor
 from baltoro.transfer.transaction import DEFAULT_TIMEOUT_S, Receiver
@@ -43,7 +43,7 @@ LOOK_S = 0.1
 class PublishOptions:
     """Where versions come from, and what they are.
 
-    path      of the Unix socket to listen at
+    path      of the Unix socket to listen at; empty where a listener is given
     name      of the adapter
     fields    of its adapter_config.json: rank, alpha and the like, the same for every version
     expected  names, dtypes and shapes of a version; None accepts what the model has sites for
@@ -52,7 +52,7 @@ class PublishOptions:
     must_change   refuse a version that is the one before, bit for bit
     """
 
-    path: str
+    path: str = ""
     name: str = "policy"
     fields: Mapping[str, Any] = field(default_factory=dict)
     expected: Mapping[str, Kind] | None = None
@@ -65,10 +65,11 @@ class PublishOptions:
 class AdapterTarget:
     """Where a version is installed. Single writer: its Receiver's thread."""
 
-    def __init__(self, engine: Engine, gate: Gate, options: PublishOptions) -> None:
+    def __init__(self, engine: Engine, gate: Gate, options: PublishOptions, is_leaving: threading.Event) -> None:
         self.expected = options.expected
-        self.version = 0  # the base, until there is one
-        self._engine, self._gate, self._options = engine, gate, options
+        serves = engine.adapters.latest(options.name)  # of a trainer before; 0 is the base
+        self.version = 0 if serves is None else serves.number
+        self._engine, self._gate, self._options, self._is_leaving = engine, gate, options, is_leaving
 
     def stage(self, manifest: Manifest) -> memoryview:
         return torch.empty(manifest.num_bytes, dtype=torch.uint8).numpy().data
@@ -84,11 +85,14 @@ class AdapterTarget:
             weights = adapter_from_tensors(tensors, options.fields, engine.model_config)
             engine.check_adapter(weights)
             digest = weights.digest()
-            is_carrying = options.running == "carry"
-            self._gate.call(
-                lambda: engine.publish(options.name, manifest.version, weights, digest, is_carrying=is_carrying),
-                timeout_s=options.timeout_s,
-            )
+
+            def change() -> None:
+                if self._is_leaving.is_set():
+                    raise RequestError("whom this version is for has left")
+                is_carrying = options.running == "carry"
+                engine.publish(options.name, manifest.version, weights, digest, is_carrying=is_carrying)
+
+            self._gate.call(change, timeout_s=options.timeout_s)
         except UserError as error:
             raise TransferError(str(error), check="install") from error
         self.version = manifest.version
@@ -100,16 +104,22 @@ class AdapterTarget:
 class Publisher:
     """The thread that listens. `start`, then `close`."""
 
-    def __init__(self, engine: Engine, gate: Gate, options: PublishOptions) -> None:
-        """Errors: ConfigError if the engine has no adapter slots."""
+    def __init__(self, engine: Engine, gate: Gate, options: PublishOptions, listener: Accepts | None = None) -> None:
+        """`listener`: closed with this; default: at the path of the options. Errors: ConfigError if the engine has no
+        adapter slots."""
         if engine.bank is None:
             raise ConfigError("versions can only be published to an engine with adapter slots: give max_loras")
         self._options = options
-        self._target = AdapterTarget(engine, gate, options)
-        self._listener = Listener(Path(options.path))
         self._is_leaving = threading.Event()
+        self._target = AdapterTarget(engine, gate, options, self._is_leaving)
+        self._listener: Accepts = listener or Listener(options.path)
         self._last: Manifest | None = None
         self._thread = threading.Thread(target=self._listen, name="publish", daemon=True)
+
+    @property
+    def name(self) -> str:
+        """Of the adapter."""
+        return self._options.name
 
     def start(self) -> None:
         self._thread.start()
@@ -124,14 +134,16 @@ class Publisher:
         while not self._is_leaving.is_set():
             try:
                 channel = self._listener.accept(self._options.bucket_bytes, timeout_s=LOOK_S)
-            except TransferError:
-                continue  # nobody came
+            except TransferError as error:
+                if error.check != "timeout":  # nobody came
+                    log(logger("engine"), "a sender was turned away", why=str(error))
+                continue
             except OSError:
                 return  # closed
             with closing(channel):
                 self._serve(channel)
 
-    def _serve(self, channel: LocalChannel) -> None:
+    def _serve(self, channel: Channel) -> None:
         """Transfers of one sender, until it goes."""
         receiver = Receiver(channel, self._target, must_change=self._options.must_change)
         receiver.installed = self._last
@@ -140,4 +152,11 @@ class Publisher:
                 if channel.poll(timeout_s=LOOK_S):
                     self._last = receiver.receive(idle_s=self._options.timeout_s, timeout_s=self._options.timeout_s)
             except TransferError as error:
-                log(logger("engine"), "no new version", check=error.check, why=str(error), serves=self._target.version)
+                if receiver.has_begun:  # else the sender just went
+                    log(
+                        logger("engine"),
+                        "no new version",
+                        check=error.check,
+                        why=str(error),
+                        serves=self._target.version,
+                    )

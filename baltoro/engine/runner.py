@@ -138,7 +138,7 @@ class Runner:
                 event.synchronize()
             found = [] if on_host is None else on_host.found()
             scored = [Scored(*score.lists()) for score in scores]
-            return Result(found, scored, [] if reading is None else reading.parts())
+            return Result(found, scored, () if reading is None else reading.parts())
 
         return finish
 

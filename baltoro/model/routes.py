@@ -11,7 +11,7 @@ that have experts, in order, and the A experts that each took, best first.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -29,23 +29,35 @@ class Routes:
 
     ids      integers [T, Y, A]; rows of MISSING: the router chooses for itself
     changed  int64 [Y], written by the forward: tokens for which the router's own choice was another set
+    taken    int16 [T, Y, A], written by the forward: what was taken; None: nobody wants it
     """
 
     ids: Tensor
     changed: Tensor
+    taken: Tensor | None = None
 
     @staticmethod
     def of(ids: Tensor) -> Routes:
         """With nothing counted yet."""
         return Routes(ids, torch.zeros(ids.shape[1], dtype=torch.int64, device=ids.device))
 
+    @staticmethod
+    def recorded(num_tokens: int, config: K3Config, device: torch.device) -> Routes:
+        """Nothing to replay; the forward says in `taken` what the routers of so many tokens took."""
+        ids = torch.full((num_tokens, *shape_of(config)), MISSING, dtype=torch.int16, device=device)
+        return replace(Routes.of(ids), taken=ids.clone())
+
     def replace(self, index: int, own: Tensor) -> Tensor:
-        """int64 [T, A]: what layer `index` of those with experts takes, where it would take `own`. Writes `changed`."""
+        """int64 [T, A]: what layer `index` of those with experts takes, where it would take `own`. Writes `changed`
+        and `taken`."""
         given = self.ids[:, index].to(torch.int64)
         is_given = given[:, 0] != MISSING
         is_other = (given.sort(-1).values != own.sort(-1).values).any(-1)
         self.changed[index] = (is_given & is_other).sum()
-        return torch.where(is_given[:, None], given, own)
+        found = torch.where(is_given[:, None], given, own)
+        if self.taken is not None:
+            self.taken[:, index] = found.to(self.taken.dtype)
+        return found
 
 
 def shape_of(config: K3Config) -> tuple[int, int]:

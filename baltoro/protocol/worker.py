@@ -1,10 +1,14 @@
 """The Worker contract: what a server may ask of an engine process, and what comes back. Version 1.
 
 Transport: pyzmq, one DEALER/ROUTER pair, each message one msgpack frame of a tagged union.
-Not here: sockets (`engine/worker.py` is one end, `server/client.py` the other).
+An engine that a server or a driver started says Hello when it is ready. One that runs on another host waits for an
+Attach, answers with Hello or Refused, and is the caller's until Detach, or until the connection ends.
+Not here: sockets (`engine/line.py` is one end; `server/client.py`, `rl/engine_link.py` the other).
 """
 
 from __future__ import annotations
+
+from typing import Literal
 
 import msgspec
 
@@ -108,6 +112,26 @@ class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
     is_draining: bool = True
 
 
+class Attach(msgspec.Struct, frozen=True, kw_only=True, tag="attach"):
+    """A trainer wants this engine for itself. What its versions are: fields, expected (dtype and shape by name),
+    running, must_change, bucket_bytes and timeout_s as in `engine.publish.PublishOptions`, under the adapter `name`."""
+
+    version: int = WIRE_VERSION
+    name: str
+    fields: dict[str, object]
+    expected: dict[str, tuple[str, tuple[int, ...]]] | None
+    running: Literal["keep", "carry"]
+    must_change: bool
+    bucket_bytes: int
+    timeout_s: float
+
+
+class Detach(msgspec.Struct, frozen=True, tag="detach"):
+    """The trainer leaves: what it asked for is aborted, and the engine waits for the next one. `why` in words."""
+
+    why: str = "it said so"
+
+
 class Deltas(msgspec.Struct, frozen=True, tag="deltas"):
     """What one step produced, for all requests of this client."""
 
@@ -131,6 +155,12 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
     info: dict[str, object] = {}
 
 
+class Refused(msgspec.Struct, frozen=True, tag="refused"):
+    """Not with this caller: the reason, in words. The engine goes on."""
+
+    reason: str
+
+
 class Dying(msgspec.Struct, frozen=True, tag="dying"):
     """Last message of an engine that stops on its own: the reason, in words."""
 
@@ -138,4 +168,6 @@ class Dying(msgspec.Struct, frozen=True, tag="dying"):
 
 
 ToEngine = Submit | Abort | Flush | LoadAdapter | UnloadAdapter | Sleep | Wake | Look | Query | Shutdown
-FromEngine = Deltas | Ack | Hello | Dying
+FromTrainer = Attach | Detach | Submit | Abort | Sleep | Wake | Look | Query
+"""What an engine on another host takes."""
+FromEngine = Deltas | Ack | Hello | Refused | Dying

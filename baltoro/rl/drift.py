@@ -5,7 +5,9 @@ do not agree. The step's own drift (k3 in float64 through expm1, mean and max |d
 the forward that the step takes anyway.
 Canary: the ids of one early trajectory, scored by the engine with the version that serves, by the trainer with its
 adapter, and without. It proves something only where the adapter's effect is well above their disagreement: below
-`canary_floor` times, the record says "not yet testable".
+`canary_floor` times, the record says "not yet testable". The trainer's effect is taken with the experts of the base:
+at first an adapter moves logprobs less than rounding does, but a router that it tips over moves them by much more, and
+an engine that was not tipped would look deaf.
 Start-up test: a synthetic B. The trainer's score must move; while the publication is withheld the engine's must not;
 once it is published the engine's must move with it; afterwards all is as before. No training is needed for it.
 Source: spec/training.md A.3, A.8, F.2 (4), G.6; the test after NovaSky-AI/SkyRL#2182.
@@ -34,7 +36,8 @@ TIMES = 3.0  # and so many times the disagreement
 class CanaryRecord:
     """Scores of the pinned ids: mean logprobs of engine, trainer and base, and how far apart they are.
 
-    gap, max_gap  |engine - trainer|, mean and largest; effect: mean |engine - base|; own_effect: |trainer - base|
+    gap, max_gap  |engine - trainer|, mean and largest; effect: mean |engine - base|; own_effect: of the adapter in the
+                  trainer, through the base's experts
     """
 
     engine: float
@@ -64,8 +67,8 @@ class Canary:
         """Score. Errors: InvariantError where the trainer's adapter has an effect and the engine's does not."""
         engine = policy.score(self.prompt, self.output)
         with_adapter = trainer.score(self.prompt, self.output)
-        base = trainer.score(self.prompt, self.output, has_adapter=False)
-        found = compare(engine, with_adapter, base)
+        base, steady = trainer.effect(self.prompt, self.output)
+        found = compare(engine, with_adapter, base, steady)
         is_clear = found.own_effect > LEAST_EFFECT and found.own_effect > self._floor * found.effect
         if is_clear:
             raise InvariantError(
@@ -79,10 +82,16 @@ class Canary:
         return f"x{record.ratio:.3g}" if record.ratio >= self._floor else "not yet testable"
 
 
-def compare(engine: Sequence[float], trainer: Sequence[float], base: Sequence[float]) -> CanaryRecord:
-    """Errors: InvariantError for lengths that differ, or nothing to compare."""
-    if not engine or not len(engine) == len(trainer) == len(base):
-        raise InvariantError(f"{len(engine)}, {len(trainer)} and {len(base)} scores cannot be compared")
+def compare(
+    engine: Sequence[float], trainer: Sequence[float], base: Sequence[float], steady: Sequence[float]
+) -> CanaryRecord:
+    """`steady`: the trainer's, through the base's experts.
+
+    Errors: InvariantError for lengths that differ, or nothing to compare.
+    """
+    sizes = [len(scores) for scores in (engine, trainer, base, steady)]
+    if not engine or len(set(sizes)) > 1:
+        raise InvariantError(f"{sizes} scores cannot be compared")
     gaps = distances(engine, trainer)
     return CanaryRecord(
         fmean(engine),
@@ -91,7 +100,7 @@ def compare(engine: Sequence[float], trainer: Sequence[float], base: Sequence[fl
         fmean(gaps),
         max(gaps),
         fmean(distances(engine, base)),
-        fmean(distances(trainer, base)),
+        fmean(distances(steady, base)),
     )
 
 

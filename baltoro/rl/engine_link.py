@@ -1,102 +1,77 @@
-"""The driver's end of an engine in a process of its own: start it, send, wait for answers, notice its end.
+"""The driver's end of an engine in another process: send, wait for answers, notice its end.
 
-In: what the process runs, messages of `protocol/worker.py`. Out: its deltas to `on_delta`, Acks to who asked.
+In: an `End`, messages of `protocol/worker.py`. Out: the engine's deltas to `on_delta`, Acks to who asked.
 Invariants: no wait is without a limit; an engine that is gone is WorkerLost with its reason in every call from then on;
-what is on the machine is one private folder, which whoever lives longer removes: this end, or the engine when this
-process is killed (`engine.worker.end_with_parent`).
-Not here: what the messages are for (`engine_process.py`).
+one that does not want us is ConfigError with its reason.
+Not here: how the engine is reached (`engine_ends.py`, `engine_remote.py`), what the messages are for
+(`engine_process.py`).
 """
 
 from __future__ import annotations
 
 import itertools
-import multiprocessing
-import shutil
-import tempfile
 import time
-import weakref
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import msgspec
-import zmq
 
-from baltoro.errors import InvariantError, RequestError, WorkerLost
+from baltoro.errors import ConfigError, PeerError, RequestError, UserError, WorkerLost
 from baltoro.protocol.completion import TokenDelta
 from baltoro.protocol.worker import (
     WIRE_VERSION,
     Ack,
+    Attach,
     Deltas,
     Dying,
     FromEngine,
+    FromTrainer,
     Hello,
     Look,
     Query,
-    Shutdown,
+    Refused,
     Sleep,
     ToEngine,
     Wake,
 )
-from baltoro.transfer.local import RAM
-
-STOP_S = 10.0
-"""How long the engine may take to leave before it is killed."""
+from baltoro.rl.engine_ends import End
 
 
 class EngineLink:
-    """One engine process and the socket to it. Not thread-safe. `start`, then anything, then `close`."""
+    """One engine. Not thread-safe. `open`, then anything, then `close`."""
 
-    def __init__(self, on_delta: Callable[[TokenDelta], None], *, call_s: float) -> None:
+    def __init__(self, end: End, on_delta: Callable[[TokenDelta], None], *, call_s: float) -> None:
         """`on_delta` is told every delta as it is taken; `call_s`: how long an answer may take."""
         self.info: dict[str, Any] = {}
-        self.folder = Path(tempfile.mkdtemp(prefix="baltoro-", dir=RAM if RAM.is_dir() else None))
-        self.address = f"ipc://{self.folder}/engine"
+        self.end = end
         self._on_delta, self._call_s = on_delta, call_s
         self._acks: dict[str, Ack | None] = {}
         self._failure: str | None = None
+        self._refusal: str | None = None
+        self._is_closed = False
         self._numbers = itertools.count()
-        self._engine = b""
         self._decoder: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
-        self._remove = weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._socket = self._context.socket(zmq.ROUTER)
-        for name in (zmq.SNDHWM, zmq.RCVHWM, zmq.LINGER):
-            self._socket.setsockopt(name, 0)
-        self._socket.bind(self.address)
-        self._poller = zmq.Poller()
-        self._poller.register(self._socket, zmq.POLLIN)
-        self._process: multiprocessing.process.BaseProcess | None = None
 
-    def start(self, entry: Callable[..., None], arguments: tuple[Any, ...], *, limit_s: float) -> None:
-        """Run `entry(*arguments)` and wait for its Hello. Errors: WorkerLost, after everything was removed."""
-        # Spawned, not forked: the child must not inherit this process's sockets and threads.
-        process = multiprocessing.get_context("spawn").Process(
-            target=entry, args=arguments, name="baltoro-engine", daemon=True
-        )
-        process.start()
-        self._process = process
-        self._poller.register(process.sentinel, zmq.POLLIN)
+    def open(self, attach: Attach | None, *, limit_s: float) -> None:
+        """Wait for the engine's Hello; `attach` asks for it. Errors: WorkerLost, ConfigError, and then it is closed."""
         try:
-            self.until(lambda: bool(self._engine), limit_s, "start")
-        except WorkerLost:
+            if attach is not None:
+                self.send(attach)
+            self.until(lambda: bool(self.info), limit_s, "start")
+        except (PeerError, UserError):
             self.close()
             raise
 
-    @property
-    def process_id(self) -> int:
-        """Of the engine."""
-        assert self._process is not None and self._process.pid is not None
-        return self._process.pid
-
     def check(self) -> None:
-        """Errors: WorkerLost once the engine is gone."""
+        """Errors: WorkerLost once the engine is gone, ConfigError if it does not want us."""
+        if self._refusal is not None:
+            raise ConfigError(self._refusal)
         if self._failure is not None:
-            raise WorkerLost(f"the engine is gone: {self._failure}")
+            raise WorkerLost(f"{'the engine is gone' if self.info else 'there is no engine'}: {self._failure}")
 
-    def send(self, message: ToEngine) -> None:
+    def send(self, message: ToEngine | FromTrainer) -> None:
         self.check()
-        self._socket.send_multipart([self._engine, msgspec.msgpack.encode(message)])
+        self.end.send(msgspec.msgpack.encode(message))
 
     def name(self) -> str:
         """A name for a call that no other has."""
@@ -131,34 +106,26 @@ class EngineLink:
         """Take what has come, waiting up to `timeout_s` for the first of it; notice the engine's end."""
         if self._failure is not None:
             return
-        here = dict(self._poller.poll(int(max(0.0, timeout_s) * 1000)))
-        while self._socket.poll(0):
-            sender, frame = self._socket.recv_multipart()
-            self._handle(sender, self._decoder.decode(frame))
-        process = self._process
-        if process is not None and process.sentinel in here and self._failure is None and not self._socket.poll(0):
-            process.join(STOP_S)
-            self._failure = f"its process ended with exit code {process.exitcode}"
+        self.end.wait(timeout_s)
+        try:
+            while (frame := self.end.receive()) is not None:
+                self._handle(self._decoder.decode(frame))
+        except msgspec.MsgspecError as error:
+            self._failure = f"it sent what this version cannot read: {error}"
+        self._failure = self._failure or self.end.lost()
 
     def close(self) -> None:
-        """End the engine and remove what is on the machine. May be called twice."""
-        if self._socket.closed:
+        """Say farewell, let go of the engine. May be called twice."""
+        if self._is_closed:
             return
-        process = self._process
-        if process is not None:
-            if self._failure is None and self._engine:
-                self.send(Shutdown(is_draining=False))
-                process.join(STOP_S)
-            for stop in (process.terminate, process.kill):
-                if process.is_alive():
-                    stop()
-                    process.join(STOP_S)
+        self._is_closed = True
+        is_told = self._failure is None and self._refusal is None and bool(self.info)
+        if is_told:
+            self.send(self.end.farewell)
         self._failure = self._failure or "it was closed"
-        self._socket.close()
-        self._context.term()
-        self._remove()
+        self.end.close(was_told=is_told)
 
-    def _handle(self, sender: bytes, message: FromEngine) -> None:
+    def _handle(self, message: FromEngine) -> None:
         match message:
             case Deltas(items):
                 for delta in items:
@@ -167,8 +134,18 @@ class EngineLink:
                 if message.call_id in self._acks:
                     self._acks[message.call_id] = message
             case Hello():
-                if message.version != WIRE_VERSION:
-                    raise InvariantError(f"wire version {message.version}, expected {WIRE_VERSION}")
-                self._engine, self.info = sender, dict(message.info)
+                self._refusal = check_version(message.version)
+                self.info = dict(message.info) if self._refusal is None else {}
+            case Refused(reason):
+                self._refusal = reason
             case Dying(reason):
                 self._failure = reason
+
+
+def check_version(there: int) -> str | None:
+    """Why an engine of this wire version cannot be spoken to."""
+    if there == WIRE_VERSION:
+        return None
+    return (
+        f"the engine speaks wire version {there}, the trainer {WIRE_VERSION}: run one version of baltoro on both hosts"
+    )

@@ -3,13 +3,14 @@
     this process (rl, trainer)                     the engine's process
     submit, abort, poll, score   -- pyzmq -->      the Worker contract of `protocol/worker.py`
     publish                      -- channel -->    engine/publish.py: a thread beside the engine's
-    the base, mapped             <-- /dev/shm, CUDA IPC --   engine/base.py
+    the base, mapped             <-- /dev/shm, CUDA IPC --   engine/base.py; of another host: each has its own
 
 In: a model folder, an EngineConfig, what an adapter version looks like. Out: the calls of `rl/policy.py`.
+An engine of another host is there before us and after us, and may have served versions of a trainer before: ours are
+numbered on the wire from there on (`_before`), here from 1 as everywhere.
 Invariants: no wait is without a limit; an engine that died is WorkerLost with its reason in every call from then on,
-after the deltas that had come; what is on the machine is one private folder, which whoever lives longer removes.
+after the deltas that had come; what a child has on the machine is one private folder, removed by who lives longer.
 On a GPU, where a map cannot be read-only, the base's fingerprint is taken again with every publication, at both ends.
-Limits: this machine only.
 """
 
 from __future__ import annotations
@@ -29,18 +30,20 @@ from baltoro.engine.config import EngineConfig
 from baltoro.engine.planner import check_device
 from baltoro.engine.pressure import Pressure
 from baltoro.engine.publish import PublishOptions
-from baltoro.errors import ConfigError, RequestError, TransferError
+from baltoro.errors import ConfigError, RequestError, TransferError, UserError
 from baltoro.llm import engine_main
 from baltoro.model.config import K3Config
 from baltoro.model.decoder import K3Model
 from baltoro.model.weights import load_model
 from baltoro.protocol.completion import TokenDelta
 from baltoro.protocol.sampling import SamplingParams
-from baltoro.protocol.worker import Abort, Look, Query, Sleep, Submit, Wake
+from baltoro.protocol.worker import Abort, Attach, Look, Query, Sleep, Submit, Wake
 from baltoro.rl.base import open_model
+from baltoro.rl.engine_ends import Child
 from baltoro.rl.engine_link import EngineLink
+from baltoro.rl.engine_remote import Remote, check_fit, read_token
 from baltoro.transfer.channel import Channel
-from baltoro.transfer.local import DEFAULT_BUCKET_BYTES, connect
+from baltoro.transfer.local import DEFAULT_BUCKET_BYTES
 from baltoro.transfer.manifest import Kind, Raw
 from baltoro.transfer.transaction import DEFAULT_TIMEOUT_S, Receipt, send
 
@@ -53,7 +56,7 @@ class PolicyOptions:
     """What a version is, and how one is taken (`engine.publish.PublishOptions`).
 
     fields, expected, running, must_change   as there
-    is_base_shared   put the base where the trainer maps it; off, every process loads its own
+    is_base_shared   put the base where the trainer maps it; off, every process loads its own, as on two hosts
     start_s, call_s  how long the engine may take to load, and to answer
     """
 
@@ -79,10 +82,13 @@ class EnginePolicy:
         options: PolicyOptions | None = None,
         *,
         entry: Callable[..., None] = engine_main,
+        place: str = "process",
     ) -> None:
-        """Start the engine (`entry`: what its process runs) and wait until it is ready.
+        """Start the engine (`entry`: what its process runs), or attach to the one at `place`, tcp://HOST:PORT, and wait
+        until it is ready.
 
-        Errors: ConfigError without adapter slots or without the device; WorkerLost if it does not start.
+        Errors: ConfigError without adapter slots or without the device, or for an engine elsewhere that does not fit or
+        has a trainer; WorkerLost if it does not start, or is not there.
         """
         check_device(config.device)
         self.options = options = options or PolicyOptions()
@@ -92,23 +98,47 @@ class EnginePolicy:
         self.is_asleep = False
         self.given_back: dict[str, Any] = {}
         self.model_dir, self.device = Path(model_dir), config.device
+        self._before = 0
         self._ready: deque[TokenDelta] = deque()
         self._private: dict[str, list[TokenDelta]] = {}  # of scoring
         self._bases: list[Base] = []  # as long as the models on them may live
-        self._link = EngineLink(self._on_delta, call_s=options.call_s)
-        base_path = str(self.folder / "base") if options.is_base_shared else ""
-        publish = PublishOptions(
-            path=str(self.folder / "versions"),
-            name=options.name,
-            fields=dict(options.fields),
-            expected=options.expected,
-            running=options.running,
-            must_change=options.must_change,
-            bucket_bytes=options.bucket_bytes,
-            timeout_s=options.transfer_s,
-        )
-        arguments = (str(model_dir), replace(config, base_path=base_path), self._link.address, publish)
-        self._link.start(entry, arguments, limit_s=options.start_s)
+        if place == "process":
+            self._link = self._start(config, entry)
+        else:
+            self._link = self._attach(config, place)
+
+    def _versions(self) -> dict[str, Any]:
+        """What the engine is told of our versions."""
+        options = self.options
+        return {
+            "name": options.name,
+            "fields": dict(options.fields),
+            "expected": options.expected,
+            "running": options.running,
+            "must_change": options.must_change,
+            "bucket_bytes": options.bucket_bytes,
+            "timeout_s": options.transfer_s,
+        }
+
+    def _start(self, config: EngineConfig, entry: Callable[..., None]) -> EngineLink:
+        child = Child()
+        base_path = str(child.folder / "base") if self.options.is_base_shared else ""
+        publish = PublishOptions(path=child.versions, **self._versions())
+        child.start(entry, (str(self.model_dir), replace(config, base_path=base_path), child.address, publish))
+        link = EngineLink(child, self._on_delta, call_s=self.options.call_s)
+        link.open(None, limit_s=self.options.start_s)
+        return link
+
+    def _attach(self, config: EngineConfig, place: str) -> EngineLink:
+        link = EngineLink(Remote(place, read_token()), self._on_delta, call_s=self.options.call_s)
+        link.open(Attach(**self._versions()), limit_s=self.options.start_s)
+        try:
+            check_fit(place, link.info, config, self.model_dir)
+        except UserError:
+            link.close()
+            raise
+        self._before = _number(link.info["adapters"], self.options.name)
+        return link
 
     @property
     def info(self) -> dict[str, Any]:
@@ -116,14 +146,20 @@ class EnginePolicy:
         return self._link.info
 
     @property
+    def _child(self) -> Child:
+        end = self._link.end
+        assert isinstance(end, Child), "the engine is on another host"
+        return end
+
+    @property
     def folder(self) -> Path:
-        """Sockets and base; private to this user, and gone with the engine."""
-        return self._link.folder
+        """Sockets and base of a child; private to this user, and gone with the engine."""
+        return self._child.folder
 
     @property
     def process_id(self) -> int:
-        """Of the engine."""
-        return self._link.process_id
+        """Of a child."""
+        return self._child.process_id
 
     def trainer_model(self) -> K3Model:
         """The frozen base for the trainer: on the engine's bytes where these are shared, else a copy of its own, in the
@@ -197,7 +233,7 @@ class EnginePolicy:
         try:
             channel = self._connect()
             try:
-                receipt = send(channel, version, tensors, timeout_s=self.options.transfer_s)
+                receipt = send(channel, self._before + version, tensors, timeout_s=self.options.transfer_s)
             finally:
                 channel.close()
         except TransferError as error:
@@ -205,15 +241,15 @@ class EnginePolicy:
                 self.version = self._serving()
             raise
         self.version = version
-        return receipt
+        return replace(receipt, manifest=msgspec.structs.replace(receipt.manifest, version=version))
 
     def _connect(self) -> Channel:
-        return connect(self.folder / "versions", self.options.bucket_bytes, timeout_s=self.options.transfer_s)
+        return self._link.end.channel(self.info, self.options.bucket_bytes, self.options.transfer_s)
 
     def _serving(self) -> int:
+        """Of ours; 0 is the base."""
         facts = self._link.call(Look(self._link.name())).info["adapters"]
-        adapters = msgspec.convert(facts, dict[str, dict[str, Any]])
-        return int(adapters[self.options.name]["version"]) if self.options.name in adapters else 0
+        return max(0, _number(facts, self.options.name) - self._before)
 
     # ---- memory --------------------------------------------------------------------------------------------------
     def sleep(self) -> None:
@@ -228,8 +264,8 @@ class EnginePolicy:
 
     # ---- life ----------------------------------------------------------------------------------------------------
     def close(self) -> None:
-        """End the engine and remove what is on the machine. On a GPU models on its base must have gone before: they
-        would read what nobody holds. May be called twice."""
+        """End the engine and remove what is on the machine, or leave the one of another host. On a GPU models on its
+        base must have gone before: they would read what nobody holds. May be called twice."""
         if self.device != "cpu":
             for base in self._bases:
                 base.close()
@@ -245,4 +281,12 @@ class EnginePolicy:
         self.close()
 
     def _on_delta(self, delta: TokenDelta) -> None:
+        if self._before and delta.version:
+            delta = msgspec.structs.replace(delta, version=delta.version - self._before)
         self._private.get(delta.request_id, self._ready).append(delta)
+
+
+def _number(facts: object, name: str) -> int:
+    """The version of adapter `name` among an engine's facts of adapters; 0 if there is none."""
+    adapters = msgspec.convert(facts, dict[str, dict[str, Any]])
+    return int(adapters[name]["version"]) if name in adapters else 0

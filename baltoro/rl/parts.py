@@ -243,7 +243,8 @@ def _inline(config: RLConfig, options: EngineConfig, tokenizer: Tokenizer, adapt
 
 
 def _process(config: RLConfig, options: EngineConfig, tokenizer: Tokenizer, adapter: Adapter) -> tuple[Policy, K3Model]:
-    """An engine in a process of its own, and the trainer's model on the base that both map."""
+    """An engine in a process of its own, and the trainer's model on the base that both map; or an engine of another
+    host, and a model of our own."""
     module = import_module("baltoro.rl.engine_process")  # sockets and shared memory, which an inline run does without
     policy = module.EnginePolicy(
         config.model,
@@ -256,5 +257,6 @@ def _process(config: RLConfig, options: EngineConfig, tokenizer: Tokenizer, adap
             is_base_shared=config.engine.shares_base,
             call_s=60.0 if options.device == "cpu" else 300.0,  # a first step compiles kernels
         ),
+        place=config.engine.place,
     )
     return policy, policy.trainer_model()

@@ -28,7 +28,8 @@ SAVED_ROWS = 40  # activations of about so many widths are kept a layer and toke
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Bytes, and tokens. activation_bytes is an estimate, the rest is exact up to padding."""
+    """Bytes, and tokens. activation_bytes is an estimate, the rest is exact up to padding. num_bases is this machine's;
+    with is_remote the engine's slots and pool, and another base, are the other host's."""
 
     base_bytes: int
     num_bases: int
@@ -43,12 +44,14 @@ class Plan:
     most_tokens: int
     sync_bytes: int
     sync_tensors: int
+    is_remote: bool = False
     route_bytes: int = 0  # of a token, with rollout.replays_routes
 
     @property
     def resident_bytes(self) -> int:
-        """In every phase."""
-        return self.num_bases * self.base_bytes + self.adapter_bytes + self.slot_bytes + self.optimizer_bytes
+        """In every phase, on this machine."""
+        slots = 0 if self.is_remote else self.slot_bytes
+        return self.num_bases * self.base_bytes + self.adapter_bytes + slots + self.optimizer_bytes
 
 
 def make_plan(config: RLConfig, model: K3Config, engine: EngineConfig) -> Plan:
@@ -64,12 +67,14 @@ def make_plan(config: RLConfig, model: K3Config, engine: EngineConfig) -> Plan:
     rows = config.optim.micro_tokens
     kept = rows * model.hidden_size * SAVED_ROWS * model.num_layers + rows * model.vocab_size * 2
     pool = engine.memory_bytes
+    is_shared = config.engine.place == "process" and config.engine.shares_base
     return Plan(
         base_bytes=measure(model).file_bytes,
-        num_bases=1 if config.engine.place == "process" and config.engine.shares_base else 2,
+        num_bases=1 if config.engine.is_remote or is_shared else 2,
         adapter_bytes=parameters * dtype_bytes,
         adapter_parameters=parameters,
         slot_bytes=slots * dtype_bytes * engine.max_loras,
+        is_remote=config.engine.is_remote,
         optimizer_bytes=parameters * (2 * master_bytes + (master_bytes if dtype_bytes < 4 else 0)),
         gradient_bytes=parameters * master_bytes,
         activation_bytes=kept * dtype_bytes,
@@ -148,8 +153,8 @@ def _refuse_routes(config: RLConfig, model: K3Config, engine: EngineConfig) -> N
 def _refuse_places(config: RLConfig, engine: EngineConfig) -> None:
     """Processes, devices, what becomes of paused trajectories."""
     need(
-        config.partial.resume == "reprefill" or config.engine.place == "process",
-        "partial.resume carry needs engine.place process: the inline engine cannot change a running request's version",
+        config.partial.resume == "reprefill" or config.engine.place != "inline",
+        "partial.resume carry needs engine.place process or tcp: the inline engine keeps running requests' version",
     )
     need(
         config.partial.resume == "reprefill" or engine.retract_to == "host",
@@ -164,9 +169,9 @@ def _refuse_places(config: RLConfig, engine: EngineConfig) -> None:
         not config.is_deterministic or (config.engine.place == "inline" and config.rollout.judge_threads == 0),
         "is_deterministic needs engine.place inline and rollout.judge_threads 0: processes and threads are not in step",
     )
-    need(not config.engine.sleeps or config.engine.place == "process", "engine.sleeps needs engine.place process")
+    need(not config.engine.sleeps or config.engine.place != "inline", "engine.sleeps needs engine.place process or tcp")
     need(
-        engine.device == "cpu" or config.engine.place == "process",
+        engine.device == "cpu" or config.engine.place != "inline",
         "an inline engine on a GPU would hold the base twice: set engine.place to process",
     )
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
 from baltoro.config import build
 from baltoro.errors import ConfigError
@@ -72,16 +73,24 @@ class AdamConfig:
 class PlaceConfig:
     """Where the engine runs, and its options.
 
-    place     process: a process of its own, on the base that both map; inline: in this one (small runs and tests)
+    place     process: a process of its own, on the base that both map; inline: in this one (small runs and tests);
+              tcp://HOST:PORT: the engine that `baltoro rl-engine`, with this recipe, runs on that host
     sleeps    give the engine's pool back while the trainer works
-    shares_base   with place process: one base for both; off, each loads its own (machines without CUDA IPC)
-    options   fields of engine.config.EngineConfig
+    shares_base   with place process: one base for both; off, each loads its own (machines without CUDA IPC), as two
+              hosts always do: there this key says nothing
+    options   fields of engine.config.EngineConfig. With tcp the engine has those that its command was given: where
+              they decide a token they must be the same here (docs/rl.md), and `device` here is the trainer's
     """
 
-    place: Literal["process", "inline"] = "process"
+    place: str = "process"
     sleeps: bool = False
     shares_base: bool = True
     options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether the engine runs on another host, or as if it did."""
+        return host_and_port(self.place) is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,6 +187,17 @@ class RLConfig:
         return build(AdvantageConfig, defaults | self.advantage, "advantage.")
 
 
+def host_and_port(place: str) -> tuple[str, int] | None:
+    """Of tcp://HOST:PORT; None for anything else."""
+    try:
+        parts = urlsplit(place)
+        port = parts.port
+    except ValueError:  # of a port
+        return None
+    is_one = parts.scheme == "tcp" and parts.hostname and port is not None and not (parts.path or parts.query)
+    return (str(parts.hostname), int(port or 0)) if is_one else None
+
+
 def given(fields: dict[str, Any]) -> dict[str, Any]:
     """Those that are set: TOML has no word for None."""
     return {key: value for key, value in fields.items() if value is not None}
@@ -204,6 +224,11 @@ def _check(config: RLConfig) -> None:
     )
     need(not rollout.efforts or rollout.thinking, "rollout.efforts ask for thinking; set rollout.thinking on")
     need(min(rollout.retries, rollout.judge_threads) >= 0, "rollout.retries and judge_threads must not be negative")
+    place = config.engine.place
+    need(
+        place in ("process", "inline") or config.engine.is_remote,
+        f"engine.place must be process, inline or tcp://HOST:PORT, not {place!r}",
+    )
     need(config.adapter.rank >= 1, "adapter.rank must be at least 1")
     need(config.optim.micro_tokens >= 2, "optim.micro_tokens must be at least 2")
     need(config.optim.lr >= 0.0, "optim.lr must not be negative (0 is a control)")

@@ -27,6 +27,7 @@ from baltoro.model.config import K3Config
 from baltoro.model.context import FakeQuant, train_context
 from baltoro.model.decoder import K3Model
 from baltoro.model.lora import AdapterBank, add_adapters
+from baltoro.model.routes import Routes
 from baltoro.trainer.aggregate import Totals, mean_log_ratios, row_weights
 from baltoro.trainer.policy_config import PolicyConfig
 from baltoro.trainer.policy_loss import policy_terms
@@ -148,11 +149,13 @@ class PolicyTrainer:
             return math.sqrt(float(torch.stack([b.double().square().sum() for b in self.factors[1::2]]).sum()))
 
     # ---- forwards ------------------------------------------------------------------------------------------------
-    def logprobs(self, batch: PolicyBatch, *, has_adapter: bool = True) -> Tensor:
-        """Of the targets of the counted rows: [M] in the accumulate dtype, of the model's own distribution. The batch's
-        routes are replayed if it has any; not without the adapter, since they are the policy's, not the base's."""
+    def logprobs(self, batch: PolicyBatch, *, has_adapter: bool = True, routes: Routes | None = None) -> Tensor:
+        """Of the targets of the counted rows: [M] in the accumulate dtype, of the model's own distribution. `routes`,
+        or else the batch's if it has any, are replayed; the batch's not without the adapter, since they are the
+        policy's, not the base's."""
         adapters = (SLOT,) * len(batch.lengths) if has_adapter else None
-        routes = batch.routes if has_adapter else None
+        if routes is None and has_adapter:
+            routes = batch.routes
         ctx = train_context(batch.tokens, batch.lengths, adapters=adapters, fake_quant=self.quant, routes=routes)
         hidden = self.model.hidden(ctx)
         logits = self.model.logits(hidden[batch.rows])
@@ -160,13 +163,29 @@ class PolicyTrainer:
         return logits.gather(-1, batch.targets[:, None])[:, 0] - logits.logsumexp(-1)
 
     @torch.no_grad()
-    def score(self, prompt: Sequence[int], output: Sequence[int], *, has_adapter: bool = True) -> list[float]:
-        """Logprobs of `output` after `prompt`."""
+    def score(
+        self,
+        prompt: Sequence[int],
+        output: Sequence[int],
+        *,
+        has_adapter: bool = True,
+        routes: Routes | None = None,
+    ) -> list[float]:
+        """Logprobs of `output` after `prompt`; `routes` of these ids are replayed, or written (`Routes.recorded`)."""
         flags, zeros = (True,) * len(output), (0.0,) * len(output)
         sample = PolicySample((*prompt, *output), len(prompt), flags, zeros, 0.0)
         batch = pack_policy([sample], len(sample))[0].to(self.model.device)
-        found: list[float] = self.logprobs(batch, has_adapter=has_adapter).tolist()
+        found: list[float] = self.logprobs(batch, has_adapter=has_adapter, routes=routes).tolist()
         return found
+
+    @torch.no_grad()
+    def effect(self, prompt: Sequence[int], output: Sequence[int]) -> tuple[list[float], list[float]]:
+        """(base, with the adapter): logprobs of `output`, both through the experts that the base's routers take. So a
+        change too small to matter cannot look large by tipping a router over."""
+        routes = Routes.recorded(len(prompt) + len(output), self.model.config, self.model.device)
+        base = self.score(prompt, output, has_adapter=False, routes=routes)
+        assert routes.taken is not None
+        return base, self.score(prompt, output, routes=Routes.of(routes.taken))
 
     # ---- a step --------------------------------------------------------------------------------------------------
     def step(self, samples: Sequence[PolicySample]) -> PolicyRecord | None:

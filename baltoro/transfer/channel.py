@@ -51,8 +51,21 @@ class Channel(Protocol):
     def get(self, *, timeout_s: float) -> Frame:
         """The next frame."""
 
+    def poll(self, *, timeout_s: float) -> bool:
+        """Whether `get` would find something now or within `timeout_s`: a message, or that the other end is gone."""
+
     def wait(self, *, timeout_s: float) -> None:
         """Until the other end has released every body."""
 
     def close(self) -> None:
         """Free everything. May be called again."""
+
+
+class Accepts(Protocol):
+    """Where others can connect to. Single writer: one thread."""
+
+    def accept(self, bucket_bytes: int, *, timeout_s: float) -> Channel:
+        """The next one. Errors: TransferError, timeout if nobody came."""
+
+    def close(self) -> None:
+        """Take nobody more."""

@@ -12,11 +12,9 @@ from __future__ import annotations
 
 import mmap
 import os
-import select
 import socket
 import struct
 import tempfile
-import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
@@ -25,6 +23,7 @@ from typing import IO
 
 from baltoro.errors import TransferError
 from baltoro.transfer.channel import MAX_IN_FLIGHT, Frame
+from baltoro.transfer.stream import Stream
 
 HEAD = struct.Struct("<BIQ")  # slot, or one of the two below; length of the header; length of the body
 NO_BODY, FREE = 255, 254
@@ -37,17 +36,16 @@ class LocalChannel:
     """One end. See the module and the contract."""
 
     def __init__(self, end: socket.socket, bucket_bytes: int, *, timeout_s: float = 10.0) -> None:
-        self._socket: socket.socket | None = end
+        self._stream = Stream(end, timeout_s)
         self._own = _memory(bucket_bytes)
         self._inbox: deque[Frame] = deque()
         self._free = list(range(MAX_IN_FLIGHT))
         self._bucket_bytes = bucket_bytes
-        self._deadline = time.monotonic() + timeout_s
         self.most_in_flight = 0
         try:
             socket.send_fds(end, [HELLO.pack(bucket_bytes)], [self._own.fileno()])
         except OSError as error:
-            raise self._gone(error) from error
+            raise self._stream.gone(error) from error
         self._mine = mmap.mmap(self._own.fileno(), MAX_IN_FLIGHT * bucket_bytes)
         self._theirs: mmap.mmap | None = None
         self._their_bytes = 0
@@ -58,10 +56,10 @@ class LocalChannel:
 
     @property
     def is_open(self) -> bool:
-        return self._socket is not None
+        return self._stream.is_open
 
     def put(self, header: bytes, pieces: Sequence[memoryview] = (), *, timeout_s: float) -> None:
-        self._deadline = time.monotonic() + timeout_s
+        self._stream.limit(timeout_s)
         num_bytes = sum(piece.nbytes for piece in pieces)
         if num_bytes > self._bucket_bytes:
             raise TransferError(f"a body of {num_bytes} bytes, buckets have {self._bucket_bytes}", check="size")
@@ -75,30 +73,28 @@ class LocalChannel:
             for piece in pieces:
                 self._mine[at : at + piece.nbytes] = piece
                 at += piece.nbytes
-        self._send(HEAD.pack(slot, len(header), num_bytes) + header)
+        self._stream.send(HEAD.pack(slot, len(header), num_bytes) + header)
 
     def get(self, *, timeout_s: float) -> Frame:
-        self._deadline = time.monotonic() + timeout_s
+        self._stream.limit(timeout_s)
         while not self._inbox:
             self._take()
         return self._inbox.popleft()
 
     def poll(self, *, timeout_s: float) -> bool:
-        """Whether `get` would find something now or within `timeout_s`: a message, or that the other end is gone."""
         if self._inbox:
             return True
-        return bool(select.select([self._limited()], [], [], timeout_s)[0])
+        return self._stream.poll(timeout_s)
 
     def wait(self, *, timeout_s: float) -> None:
-        self._deadline = time.monotonic() + timeout_s
+        self._stream.limit(timeout_s)
         while len(self._free) < MAX_IN_FLIGHT:
             self._take()
 
     def close(self) -> None:
-        if self._socket is None:
+        self._stream.close()
+        if self._own.closed:
             return
-        self._socket.close()
-        self._socket = None
         self._own.close()
         for frame in self._inbox:
             frame.body.release()
@@ -113,8 +109,8 @@ class LocalChannel:
         """Take one message from the socket and see to it."""
         if self._theirs is None:
             self._greet()
-        slot, header_bytes, num_bytes = HEAD.unpack(self._receive(HEAD.size))
-        header = self._receive(header_bytes)
+        slot, header_bytes, num_bytes = HEAD.unpack(self._stream.receive(HEAD.size))
+        header = bytes(self._stream.receive(header_bytes))
         if slot == FREE:
             self._free.append(header[0])
             return
@@ -129,64 +125,29 @@ class LocalChannel:
     def _give_back(self, slot: int) -> None:
         """Tell the other end that its memory is free again. One that is gone needs it no more: the next get or put
         says so, where somebody can act on it."""
-        if slot == NO_BODY or self._socket is None:
+        if slot == NO_BODY or not self._stream.is_open:
             return
-        self._deadline = time.monotonic() + 10.0
+        self._stream.limit(10.0)
         with suppress(BrokenPipeError, ConnectionResetError):
             try:
-                self._limited().sendall(HEAD.pack(FREE, 1, 0) + bytes([slot]))
+                self._stream.limited().sendall(HEAD.pack(FREE, 1, 0) + bytes([slot]))
             except TimeoutError as error:
                 raise TransferError("the other end does not read", check="timeout") from error
 
     def _greet(self) -> None:
         """Map the other end's memory."""
-        end = self._limited()
+        end = self._stream.limited()
         try:
             text, descriptors, _, _ = socket.recv_fds(end, HELLO.size, 1)
         except TimeoutError as error:
             raise TransferError("the other end does not answer", check="timeout") from error
         except OSError as error:
-            raise self._gone(error) from error
+            raise self._stream.gone(error) from error
         if len(text) != HELLO.size or not descriptors:
-            raise self._gone("it ended before it said hello")
+            raise self._stream.gone("it ended before it said hello")
         (self._their_bytes,) = HELLO.unpack(text)
         self._theirs = mmap.mmap(descriptors[0], MAX_IN_FLIGHT * self._their_bytes, prot=mmap.PROT_READ)
         os.close(descriptors[0])
-
-    def _send(self, message: bytes) -> None:
-        end = self._limited()
-        try:
-            end.sendall(message)
-        except TimeoutError as error:
-            raise TransferError("the other end does not read", check="timeout") from error
-        except OSError as error:
-            raise self._gone(error) from error
-
-    def _receive(self, count: int) -> bytes:
-        found = bytearray()
-        while len(found) < count:
-            end = self._limited()
-            try:
-                piece = end.recv(count - len(found))
-            except TimeoutError as error:
-                raise TransferError("nothing came in time", check="timeout") from error
-            except OSError as error:
-                raise self._gone(error) from error
-            if not piece:
-                raise self._gone("it ended")
-            found += piece
-        return bytes(found)
-
-    def _limited(self) -> socket.socket:
-        """The socket, with what is left of the time."""
-        if self._socket is None:
-            raise TransferError("this end is closed", check="peer")
-        self._socket.settimeout(max(self._deadline - time.monotonic(), 0.001))
-        return self._socket
-
-    def _gone(self, why: object) -> TransferError:
-        self.close()
-        return TransferError(f"the other end is gone: {why}", check="peer")
 
 
 def pair(bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> tuple[LocalChannel, LocalChannel]:

@@ -11,7 +11,8 @@ In: tensors as `Raw`. Out: `Receipt` at the sender, the installed `Manifest` at 
 Invariants: the version that serves is not touched before every byte of the new one has been verified where it lies;
 `Target.install` is the only moment of change; whatever goes wrong, either end dying included, the receiver raises
 TransferError(check), the old version serves on, and is resumed; the sender learns the same check.
-Checks: those of `manifest.check`, then transfer, order, length, count, digest, install, peer, timeout, aborted.
+Checks: those of `manifest.check`, then transfer, order, length, count, digest, install, peer, timeout, aborted, and the
+channel's own (forged).
 Source: the consequences in docs/spec/training.md G.1, B.2 (7, 8, 9, 12, 13).
 """
 
@@ -196,13 +197,16 @@ class Receiver:
         self._target = target
         self._must_change = must_change
         self.installed: Manifest | None = None
+        self.has_begun = False  # whether the last `receive` saw a transfer, so that its error is one of a transfer
 
     def receive(self, *, idle_s: float, timeout_s: float = DEFAULT_TIMEOUT_S) -> Manifest:
         """Wait for a transfer up to `idle_s`, and take it. Out: what is installed now.
 
         Errors: TransferError, the old version serves on; what `install` raises, likewise.
         """
+        self.has_begun = False
         prepare = self._next(idle_s)
+        self.has_begun = True
         while not isinstance(prepare, Prepare):  # what is left of a transfer that was refused
             prepare = self._next(timeout_s)
         reply: Message = Refused(prepare.transfer, "install", "the target could not install it")

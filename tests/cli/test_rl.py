@@ -41,6 +41,29 @@ def test_a_dry_run_says_what_it_would_take(monkeypatch: pytest.MonkeyPatch) -> N
         assert word in shown.output
 
 
+def test_a_dry_run_says_where_the_engine_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And connects to nobody."""
+    monkeypatch.chdir(ROOT)
+    monkeypatch.delenv("BALTORO_RL_TOKEN", raising=False)
+    place = "engine.place=tcp://192.0.2.1:7400"  # an address that nobody has
+    shown = CliRunner().invoke(app, ["rl", str(RECIPE), "--dry-run", "--set", place])
+    assert shown.exit_code == 0, shown.output
+    for words in ("at tcp://192.0.2.1:7400", "BALTORO_RL_TOKEN is not set", "resident 1x on each host", "rl-engine"):
+        assert words in shown.output
+
+
+@pytest.mark.parametrize(
+    ("words", "why"), [(["--listen", "0.0.0.0:7400"], "write tcp://HOST:PORT"), ([], "BALTORO_RL_TOKEN is not set")]
+)
+def test_an_engine_says_what_it_lacks_before_it_loads(
+    monkeypatch: pytest.MonkeyPatch, words: list[str], why: str
+) -> None:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.delenv("BALTORO_RL_TOKEN", raising=False)
+    shown = CliRunner().invoke(app, ["rl-engine", str(RECIPE), *words])
+    assert isinstance(shown.exception, ConfigError) and why in str(shown.exception)
+
+
 def test_a_dry_run_refuses_what_cannot_work(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     arguments = ["rl", str(RECIPE), "--dry-run", "--set", "engine.options.max_loras=1"]

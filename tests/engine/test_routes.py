@@ -26,7 +26,7 @@ from tests.model.adapters import random_adapter
 from tests.model.routing import own_routes, read
 from tests.tiny import tiny_k3
 
-CONFIG = tiny_k3(vision=None, media_token_id=None, num_experts=300, num_layers=5, mla_layers=(2, 4), vocab_size=121,
+CONFIG = tiny_k3(vision=None, media_token_id=None, num_experts=300, num_layers=3, mla_layers=(1,), vocab_size=121,
                  bos_token_id=117, eos_token_id=118, pad_token_id=119)  # fmt: skip
 LONG = tuple((7 * n) % 113 for n in range(90))
 PROMPTS = ((1,), (5, 9, 2, 7, 3), LONG[:30], LONG, (*LONG[:80], 4, 100))
@@ -77,8 +77,9 @@ def check(prompt: Sequence[int], deltas: Sequence[TokenDelta], slot: int = 0) ->
     assert all(delta.routed_experts is None for delta in deltas[:-1])
 
 
-@pytest.mark.parametrize("is_captured", [False, True])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("name", "is_captured"), [*((name, False) for name in CASES), ("chunked, overlapped", True), ("cached", True)]
+)
 def test_routes_are_those_of_a_forward_of_the_same_tokens(name: str, is_captured: bool) -> None:
     """Experts above 255 are among them, and a dense layer comes first."""
     engine = make_engine(**CASES[name])
@@ -157,7 +158,7 @@ def test_a_request_that_is_ended_brings_what_was_computed() -> None:
 def test_without_the_option_rows_have_no_room_and_nobody_may_ask() -> None:
     off, on = (arena_layout(CONFIG, torch.bfloat16, 16, has_routes=has) for has in (False, True))
     assert off.row is not None and on.row is not None
-    assert off.row.shape == (2, CONFIG.kv_row_width) and bytes_per_token(CONFIG) == 4 * 3 * 2
+    assert off.row.shape == (1, CONFIG.kv_row_width) and bytes_per_token(CONFIG) == 2 * 3 * 2
     assert on.row.num_bytes - off.row.num_bytes == 64
     engine = Engine(model().merge(), EngineConfig(dtype="float64", memory_bytes=3 << 20, max_context=160))
     assert engine.runner.views.routes == ()

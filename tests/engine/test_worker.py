@@ -16,7 +16,8 @@ import pytest
 import zmq
 
 from baltoro.engine.engine import Engine
-from baltoro.engine.worker import Worker, _Outbox, serve
+from baltoro.engine.line import ParentLine
+from baltoro.engine.worker import Worker, serve
 from baltoro.errors import ConfigError
 from baltoro.protocol.completion import TokenDelta
 from baltoro.protocol.sampling import SamplingParams
@@ -80,14 +81,12 @@ def server(tmp_path: Path) -> Iterator[Server]:
 @pytest.fixture
 def start(server: Server) -> Iterator[Callable[..., Engine]]:
     """Run a worker on a scripted engine in a thread; it is told to leave at the end."""
-    socket = server.context.socket(zmq.DEALER)
-    socket.setsockopt(zmq.LINGER, 0)
-    threads = []
+    lines, threads = [], []
 
     def run(**options: object) -> Engine:
         engine = make_engine(**options)
-        socket.connect(server.address)
-        threads.append(threading.Thread(target=Worker(socket, _Outbox(socket), engine).work))
+        lines.append(ParentLine(server.address))
+        threads.append(threading.Thread(target=Worker(lines[0], engine).work))
         threads[0].start()
         hello = server.receive()
         assert isinstance(hello, Hello) and hello.version == WIRE_VERSION
@@ -100,7 +99,7 @@ def start(server: Server) -> Iterator[Callable[..., Engine]]:
     server.send(Shutdown(is_draining=False))
     threads[0].join(timeout=30)
     assert not threads[0].is_alive()
-    socket.close()
+    lines[0].__exit__(None, None, None)
 
 
 def test_several_requests_stream_back_to_the_server(server: Server, start: Callable[..., Engine]) -> None:

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import zmq
 from safetensors.torch import save
 
 from baltoro.engine.config import EngineConfig
 from baltoro.engine.engine import Engine
-from baltoro.engine.worker import Worker, _Outbox
+from baltoro.engine.line import ParentLine
+from baltoro.engine.worker import Worker
 from baltoro.model.build import new_model
 from baltoro.protocol.sampling import SamplingParams
 from baltoro.protocol.worker import Ack, Deltas, Hello, LoadAdapter, Shutdown, Submit, UnloadAdapter
@@ -29,10 +29,8 @@ def server(tmp_path: Path) -> Iterator[Server]:
     end = Server(f"ipc://{tmp_path}/engine")
     options = EngineConfig(max_loras=1, max_lora_rank=4, max_context=200, max_running=4)
     engine = Engine(new_model(CONFIG, std=0.1).merge(), options, eos_ids=())
-    socket = end.context.socket(zmq.DEALER)
-    socket.setsockopt(zmq.LINGER, 0)
-    socket.connect(end.address)
-    thread = threading.Thread(target=Worker(socket, _Outbox(socket), engine).work)
+    line = ParentLine(end.address)
+    thread = threading.Thread(target=Worker(line, engine).work)
     thread.start()
     hello = end.receive()
     assert isinstance(hello, Hello) and hello.info["adapters"] == {}
@@ -40,7 +38,7 @@ def server(tmp_path: Path) -> Iterator[Server]:
     end.send(Shutdown(is_draining=False))
     thread.join(30)
     assert not thread.is_alive()
-    socket.close()
+    line.__exit__(None, None, None)
     end.socket.close()
 
 

@@ -121,6 +121,7 @@ def test_the_library_row_makes_two_calls_for_one_border(monkeypatch: pytest.Monk
         return o.unsqueeze(0), after
 
     monkeypatch.setitem(sys.modules, "fla.ops.kda", SimpleNamespace(chunk_kda=chunk_kda))
+    monkeypatch.setattr(fla, "WIDTHS", range(1, 257))
     rows = (x.q, x.k, x.v.bfloat16(), x.g, x.beta)
     ask = partial(fla.chunked, *rows, spans=Spans.build([70, 130]), scale=SCALE)
     o, after = ask(state=None, borders=((0, 64),))
@@ -136,3 +137,14 @@ def test_the_library_row_hands_other_dtypes_on_with_their_borders() -> None:
     found = fla.chunked(*x[:5], spans=SPANS, state=x.state, scale=SCALE, borders=BORDERS)
     for got, expected in zip(found, run(x, SPANS, BORDERS), strict=True):
         assert torch.equal(got, expected)
+
+
+def test_heads_that_the_library_has_no_kernels_for_are_handed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tile of a product has 16 rows at least: of narrower heads the library's compiler made an error."""
+    monkeypatch.setattr(fla, "_call", lambda *_, **__: pytest.fail("the library was called"))
+    spans = Spans.build([5])
+    for keys, values in ((8, 16), (16, 8), (8, 8)):
+        q, k, v, g = (torch.rand(5, 2, n) for n in (keys, keys, values, keys))
+        rows = [q, k, v.bfloat16(), -g, torch.rand(5, 2)]
+        out, _ = fla.chunked(*rows, spans=spans, state=None, scale=1.0)
+        assert out.shape == v.shape

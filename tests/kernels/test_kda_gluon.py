@@ -46,9 +46,9 @@ def enter(state: Tensor, plan: ChunkPlan, made: list[Tensor], gamma: Tensor) -> 
 
 
 @pytest.mark.parametrize(("segment_chunks", "is_early"), [(None, True), (2, False)])
-# the stronger the gates, the more of an output are few pairs, whose factors are rounded to BF16
-@pytest.mark.parametrize(("strength", "bound"), [(3.0, 4e-3), (-1.0, 1e-2)])
-def test_gluon_kernels(segment_chunks: int | None, is_early: bool, strength: float, bound: float) -> None:
+# gates near 0, near 2.5, near the bound; a factor that leaves FP32 shows with strong ones alone
+@pytest.mark.parametrize("strength", [3.0, 0.0, -1.0])
+def test_gluon_kernels(segment_chunks: int | None, is_early: bool, strength: float) -> None:
     torch.manual_seed(0)
     lengths, starts, borders = LAYOUT
     num = sum(lengths)
@@ -70,4 +70,4 @@ def test_gluon_kernels(segment_chunks: int | None, is_early: bool, strength: flo
     spans = Spans.build(lengths, starts)
     exact = recurrent(*doubles, spans=spans, state=state.double(), scale=K**-0.5, borders=borders)
     for got, expected in zip((out, after), exact, strict=True):
-        assert float((got.double() - expected).norm() / expected.norm()) < bound
+        assert float((got.double() - expected).norm() / expected.norm()) < 4e-3

@@ -98,12 +98,15 @@ def test_fold_equals_decode_in_every_bit_for_every_accepted_length(heads: int) -
 @pytest.mark.parametrize("is_bounded", [True, False])
 @pytest.mark.parametrize("segment_chunks", [None, 1, 2])
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.bfloat16, 6e-3), (torch.float32, 1e-5)])
-def test_prefill(is_bounded: bool, segment_chunks: int | None, dtype: torch.dtype, bound: float) -> None:
+@pytest.mark.parametrize("strength", [3.0, -1.0])
+def test_prefill(
+    is_bounded: bool, segment_chunks: int | None, dtype: torch.dtype, bound: float, strength: float
+) -> None:
     lengths, starts, borders = (1, 63, 130, 300, 17), (0, 64, 5, 0, 60), ((3, 128), (2, 59))
     num = sum(lengths)
     q, k = (l2_norm(torch.randn(num, H, K, device="cuda").double()).to(dtype).double() for _ in range(2))
     v = draw(num, H, K, dtype=dtype)
-    g = -5 * torch.sigmoid(torch.randn(num, H, K, device="cuda").double() - 3)
+    g = -5 * torch.sigmoid(torch.randn(num, H, K, device="cuda").double() - strength)
     beta, state = torch.rand(num, H, device="cuda").double(), torch.randn(len(lengths), H, K, K, device="cuda")
     spans = Spans.build(lengths, starts, device="cuda")
     expected, wanted = recurrent(
@@ -127,7 +130,8 @@ def test_prefill_in_gluon(
         return replace(launch.choose(torch.bfloat16, keys=K, values=K), columns=columns, copies=Copies(is_early))
 
     monkeypatch.setattr(prefill, "choose", choose)
-    test_prefill(True, segment_chunks, torch.bfloat16, 6e-3)
+    for strength in (3.0, 0.0, -1.0):
+        test_prefill(True, segment_chunks, torch.bfloat16, 6e-3, strength)
 
 
 @pytest.mark.parametrize("copied", [Copied(64, 4, 2, 2), Copied(32, 4, 2, 4, 128), Copied(128, 8, 3, 1)])

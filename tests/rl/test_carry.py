@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from baltoro.model.routes import bytes_per_token
 from baltoro.rl.drift import distances, perturbed
 from baltoro.rl.evaluate import evaluate
 from baltoro.rl.parts import Parts, open_parts
 from baltoro.rl.samples import make_samples
 from baltoro.rl.types import Group, Trajectory
-from tests.rl.runs import Brief, recipe
+from tests.rl.runs import MODEL, Brief, recipe
 
 pytestmark = pytest.mark.slow
 OPTIONS: dict[str, Any] = {"max_running": 16, "memory_bytes": 1 << 23, "page_size": 16, "hash_endpoint": 64}
@@ -30,6 +31,7 @@ def parts(request: pytest.FixtureRequest, tiny_folder: Path) -> Iterator[Parts]:
         is_deterministic=False,
         engine={"place": "process", "options": options},
         partial={"share": 0.3, "max_tokens": MOST, "resume": request.param},
+        rollout={"replays_routes": True},
     )
     made = open_parts(config, families=[Brief()])
     yield made
@@ -67,6 +69,8 @@ def test_what_is_carried_goes_on_with_the_state_it_had(parts: Parts) -> None:
             break
     assert both
     assert all(t.num_sampled == MOST for t in seen if t.is_truncated)
+    # with its end a request tells of all its tokens, those before the pause too
+    assert {len(t.routes or b"") // bytes_per_token(MODEL) - len(t.prompt) - len(t.tokens) for t in both} == {-1}
     gaps = [gap for t in both for gap in late_gaps(parts, t)]
     if is_carrying:
         assert sum(gaps) / len(gaps) > 1e-2

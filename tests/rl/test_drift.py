@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 import torch
@@ -11,13 +12,14 @@ import torch
 from baltoro.errors import DigestMismatch, InvariantError, TransferError
 from baltoro.model.adapter import Adapter, SiteFactors
 from baltoro.model.context import FakeQuant
-from baltoro.rl.drift import Canary, check_drift, compare, perturbed, start_test
+from baltoro.rl.drift import LEAST_EFFECT, Canary, check_drift, compare, distances, perturbed, start_test
 from baltoro.rl.inline import InlinePolicy
 from baltoro.rl.parts import Parts, open_parts
 from baltoro.rl.sync import Sync, check_is_zero
 from baltoro.trainer.ratio import Drift
 from baltoro.transfer.manifest import Raw
 from baltoro.transfer.transaction import Receipt
+from tests.model.routing import make_near_ties
 from tests.rl.runs import Brief, recipe
 
 IDS = tuple(range(20, 52))
@@ -103,11 +105,27 @@ def test_the_canary_sees_an_engine_that_stopped_listening(parts: Parts) -> None:
         canary.look(parts.policy, parts.trainer)
 
 
+def test_a_router_that_tips_over_is_no_effect_of_the_adapter(parts: Parts) -> None:
+    """An adapter that changes nothing beyond rounding, and near ties: scores jump, and an engine that did not jump with
+    them would look deaf."""
+    assert isinstance(parts.policy, InlinePolicy)
+    for model in (parts.trainer.model, parts.policy.engine.runner.model):
+        make_near_ties(model)
+    begin(parts)
+    trial = perturbed(parts.trainer.adapter(), 1e-7)
+    parts.trainer.install(trial)
+    parts.sync.publish(4, trial)
+    canary = Canary(IDS[:6], IDS[6:], floor=3.0, most=32)
+    base = parts.trainer.score(canary.prompt, canary.output, has_adapter=False)
+    assert fmean(distances(parts.trainer.score(canary.prompt, canary.output), base)) > 3 * LEAST_EFFECT
+    assert canary.look(parts.policy, parts.trainer).own_effect < 0.1 * LEAST_EFFECT
+
+
 def test_a_canary_of_nothing_is_refused() -> None:
     with pytest.raises(InvariantError, match="nothing would be compared"):
         Canary((1,), (), floor=3.0, most=4)
     with pytest.raises(InvariantError, match="cannot be compared"):
-        compare([], [], [])
+        compare([], [], [], [])
 
 
 def test_drift_over_the_limit_stops_the_run_and_no_number_too() -> None:

@@ -12,7 +12,7 @@ import torch
 
 from baltoro.rl.parts import open_parts
 from baltoro.trainer.ratio import Drift
-from scripts.rl import long_tail, result, run_figures, soak, split
+from scripts.rl import long_tail, near_ties, result, run_figures, soak, split
 from tests.rl.runs import Brief, recipe
 
 INLINE = {"max_running": 8, "memory_bytes": 1 << 23}
@@ -96,6 +96,23 @@ def test_a_difference_is_found_where_it_was_put(tiny_folder: Path, monkeypatch: 
     assert found["weights"] == 1
     same, moved = found["decode, prefill"], found["prefill, forward"]
     assert isinstance(same, Drift) and isinstance(moved, Drift) and moved.k3 > 1e3 * same.k3
+
+
+def test_the_other_choice_at_a_small_margin_costs_more_than_rounding(tiny_folder: Path) -> None:
+    parts, found = (
+        open_parts(recipe(tiny_folder, rollout={"replays_routes": True}), families=[Brief()]),
+        near_ties.Found(),
+    )
+    try:
+        parts.sync.publish(parts.version, parts.trainer.adapter())
+        pieces = [tuple(range(first, first + 24)) for first in (20, 50, 80)]
+        near_ties.look(parts, near_ties.by_engine(parts, pieces, 0), found)
+    finally:
+        parts.close()
+    assert found.picks == 3 * 24 * 2 and found.changed == 0 and not found.parted
+    assert found.replayed.tokens == 3 * 23 and found.replayed.abs_max < 1e-4
+    assert len(found.forced) == near_ties.NUM_FORCED and found.forced[0]["margin"] == found.smallest
+    assert max(one["max_dlogp"] for one in found.forced) > 100 * found.replayed.abs_max
 
 
 def test_figures_of_a_run_are_those_of_its_lines() -> None:

@@ -11,12 +11,13 @@ import torch
 from baltoro.errors import ConfigError
 from baltoro.rl.parts import engine_config
 from baltoro.rl.plan import choices, make_plan
-from baltoro.rl.recipe import RLConfig
+from baltoro.rl.recipe import RLConfig, host_and_port
 from baltoro.rl.sync import export
 from baltoro.trainer.policy_step import first_adapter
 from tests.rl.runs import MODEL, recipe
 
-IN_PROCESS = {"is_deterministic": False, "engine": {"place": "process"}}
+THERE: dict[str, Any] = {"is_deterministic": False, "engine": {"place": "tcp://10.0.0.2:7400"}}
+IN_PROCESS: dict[str, Any] = {"is_deterministic": False, "engine": {"place": "process"}}
 
 
 def plan_of(config: RLConfig):  # type: ignore[no-untyped-def]
@@ -45,6 +46,8 @@ def test_bytes_of_a_publication_are_those_that_are_sent() -> None:
         ({"engine": {"options": {"device": "cuda"}}}, "engine.place"),
         ({"partial": {"resume": "carry"}}, "engine.place process"),
         ({**IN_PROCESS, "partial": {"resume": "carry"}}, "retract_to host"),
+        ({**THERE, "partial": {"resume": "carry"}}, "retract_to host"),
+        ({"engine": {"place": "tcp://10.0.0.2:7400"}}, "is_deterministic needs engine.place inline"),
         ({"partial": {"share": 0.5, "max_staleness": 0}}, "max_staleness"),
         ({"partial": {"max_tokens": 4096}, "optim": {"micro_tokens": 9000}}, "max_tokens 4096"),
         ({"rollout": {"judge_threads": 2}}, "is_deterministic"),
@@ -77,6 +80,9 @@ def test_what_cannot_work_is_refused_with_its_key(changes: dict[str, Any], key: 
         ({"rollout": {"retries": -1}}, "rollout.retries"),
         ({"rollout": {"pool": 0}}, "rollout.pool"),
         ({"adapter": {"rank": 0}}, "adapter.rank"),
+        ({"engine": {"place": "proces"}}, "engine.place must be process, inline or tcp://HOST:PORT"),
+        ({"engine": {"place": "tcp://10.0.0.2"}}, "engine.place must be"),
+        ({"engine": {"place": "http://10.0.0.2:7400"}}, "engine.place must be"),
         ({"optim": {"micro_tokens": 1}}, "optim.micro_tokens"),
         ({"optim": {"lr": -1.0}}, "optim.lr"),
         ({"optim": {"betas": [0.9]}}, "optim.betas"),
@@ -89,6 +95,30 @@ def test_what_cannot_work_is_refused_with_its_key(changes: dict[str, Any], key: 
 def test_a_recipe_that_cannot_be_meant_is_refused(changes: dict[str, Any], key: str) -> None:
     with pytest.raises(ConfigError, match=key):
         recipe(Path("x"), **changes)
+
+
+def test_an_engine_elsewhere_takes_nothing_of_this_machine() -> None:
+    """One base here, whatever shares_base says; slots are over there; it may sleep."""
+    here = plan_of(recipe(Path("x"), is_deterministic=False, engine={"place": "process", "shares_base": False}))
+    there = plan_of(recipe(Path("x"), is_deterministic=False, engine={**THERE["engine"], "sleeps": True}))
+    assert (here.num_bases, there.num_bases) == (2, 1) and there.slot_bytes == here.slot_bytes
+    assert here.resident_bytes - there.resident_bytes == here.base_bytes + here.slot_bytes
+
+
+@pytest.mark.parametrize(
+    ("place", "found"),
+    [
+        ("tcp://10.0.0.2:7400", ("10.0.0.2", 7400)),
+        ("tcp://gpu-host:0", ("gpu-host", 0)),
+        ("tcp://[::1]:7400", ("::1", 7400)),
+        ("tcp://host:port", None),
+        ("tcp://host:7400/path", None),
+        ("tcp://:7400", None),
+        ("process", None),
+    ],
+)
+def test_an_address_is_a_host_and_a_port(place: str, found: tuple[str, int] | None) -> None:
+    assert host_and_port(place) == found
 
 
 def test_a_name_stands_for_its_settings_and_single_keys_may_differ() -> None:

@@ -11,26 +11,35 @@ from baltoro.rl.loop import run
 from baltoro.rl.parts import open_parts
 from baltoro.rl.recipe import RLConfig
 from baltoro.rl.replay import replay
+from tests.contract.tree import ROOT
 from tests.rl.runs import Brief, recipe
 from tests.rl.test_routes import write_near_ties
 
+TINY = ROOT / "models" / "tiny"
 # where fla is installed, it tries its kernels for two minutes in the first step
 pytestmark = [pytest.mark.gpu, pytest.mark.slow, pytest.mark.timeout(400)]
 
 
-@pytest.mark.parametrize(("dtype", "limit"), [("float32", 1e-5), ("bfloat16", 1e-2)])
+@pytest.mark.parametrize(("dtype", "limit"), [("float32", 1e-8), ("bfloat16", 2e-4)])
 @pytest.mark.parametrize("sleeps", [False, True])
-def test_three_steps(tiny_folder: Path, tmp_path: Path, dtype: str, limit: float, sleeps: bool) -> None:
-    options = {"device": "cuda", "dtype": dtype, "graph_batch": 8, "max_running": 16, "memory_bytes": 64 << 20}
+def test_three_steps(tmp_path: Path, dtype: str, limit: float, sleeps: bool) -> None:
+    """Of the trained tiny model: of a base of one megabyte the blocks of an allocator would be a large share."""
+    options = {"device": "cuda", "dtype": dtype, "graph_batch": 32, "max_running": 32, "memory_bytes": 256 << 20}
     config = recipe(
-        tiny_folder,
+        TINY,
         threads=None,
         is_deterministic=False,
+        tasks=[
+            {"family": "arithmetic", "options": {"operations": "x", "high_factor": 5}}
+        ],  # of which some are right without a thought
+        rollout={"replays_routes": True, "groups": 8},
+        partial={"max_tokens": 32},
+        optim={"lr": 1e-4, "micro_tokens": 4096},
         engine={"place": "process", "sleeps": sleeps, "options": {**options, "max_context": 256}},
-        checks={"max_k3": limit},
+        checks={"max_k3": limit, "perturbation": 0.05},
         eval={"every_steps": 1, "tasks": 4, "draws": 2},
     )
-    parts = open_parts(config, families=[Brief()])
+    parts = open_parts(config)
     try:
         run(parts, tmp_path / "run")
     finally:
@@ -38,19 +47,15 @@ def test_three_steps(tiny_folder: Path, tmp_path: Path, dtype: str, limit: float
     lines = read_log(tmp_path / "run")
     assert [line["step"] for line in lines] == [0, 1, 2, 3]
     assert lines[-1]["adapter_norm"] > 0 and all(line["sync"]["num_changed"] for line in lines[1:])
-    memory = lines[-1]["memory"]
-    # blocks are 512 bytes at least, and this base is small: what counts is that it is not there twice
-    assert memory["rest_bytes"] < 0.5 * memory["base_bytes"]
+    assert lines[-1]["memory"]["rest_share"] < 0.05
     assert lines[-1]["memory"]["rest_bytes"] <= lines[1]["memory"]["rest_bytes"] + (1 << 16)
 
 
-@pytest.mark.parametrize(("dtype", "share"), [("float32", 0.5), ("bfloat16", 1.1)])
-def test_routes_are_replayed_where_near_ties_part_the_two(
-    tiny_folder: Path, tmp_path: Path, dtype: str, share: float
-) -> None:
-    """Two steps with captured decodes; the same rollouts once more, without their routes. Experts come in pairs that
-    differ by rounding in float32 and are equal in bfloat16, where little is parted and replay may do no harm."""
-    folder = write_near_ties(tiny_folder, tmp_path / "model")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_routes_are_replayed_where_near_ties_part_the_two(tiny_folder: Path, tmp_path: Path, dtype: str) -> None:
+    """Two steps with captured decodes; the same rollouts once more, without their routes. In float32 experts come in
+    pairs that differ by rounding; in bfloat16 any random router has near ties enough."""
+    folder = write_near_ties(tiny_folder, tmp_path / "model") if dtype == "float32" else tiny_folder
     options = {"device": "cuda", "dtype": dtype, "graph_batch": 8, "max_running": 16, "memory_bytes": 64 << 20}
 
     def settings(replays_routes: bool) -> RLConfig:
@@ -75,4 +80,4 @@ def test_routes_are_replayed_where_near_ties_part_the_two(
         dtype, [[(line["k3"], line["max_dlogp"], line["routes_changed"]) for line in some] for some in (lines, without)]
     )
     assert all(line["routes_missing"] == 0 < line["routes_tokens"] for line in lines)
-    assert sum(line["k3"] for line in lines) < share * sum(line["k3"] for line in without)
+    assert sum(line["k3"] for line in lines) < 0.5 * sum(line["k3"] for line in without)

@@ -1,4 +1,4 @@
-"""Channels on one machine: order, bound, time limits, and an end that dies."""
+"""Channels, of both kinds: order, bound, time limits, and an end that dies."""
 
 from __future__ import annotations
 
@@ -14,13 +14,18 @@ import pytest
 from baltoro.errors import TransferError
 from baltoro.transfer.channel import MAX_IN_FLIGHT
 from baltoro.transfer.local import Listener, LocalChannel, connect, pair
+from baltoro.transfer.socket import SocketChannel
+from tests.transfer.ends import tcp_pair
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.fixture
-def ends() -> Iterator[tuple[LocalChannel, LocalChannel]]:
-    one, other = pair(1024)
+Ends = tuple[LocalChannel, LocalChannel] | tuple[SocketChannel, SocketChannel]
+
+
+@pytest.fixture(params=[pair, tcp_pair])
+def ends(request: pytest.FixtureRequest) -> Iterator[Ends]:
+    one, other = request.param(1024)
     yield one, other
     one.close()
     other.close()
@@ -30,7 +35,7 @@ def refused(check: str) -> pytest.RaisesExc[TransferError]:
     return pytest.raises(TransferError, match=f"^{check}: ")
 
 
-def test_frames_come_in_order_with_their_pieces_joined(ends: tuple[LocalChannel, LocalChannel]) -> None:
+def test_frames_come_in_order_with_their_pieces_joined(ends: Ends) -> None:
     one, other = ends
     one.put(b"first", [memoryview(b"ab"), memoryview(b""), memoryview(b"cd")], timeout_s=1)
     one.put(b"second", timeout_s=1)
@@ -39,7 +44,7 @@ def test_frames_come_in_order_with_their_pieces_joined(ends: tuple[LocalChannel,
     assert frames[0].body.readonly
 
 
-def test_both_ends_can_send(ends: tuple[LocalChannel, LocalChannel]) -> None:
+def test_both_ends_can_send(ends: Ends) -> None:
     for a, b in (ends, ends[::-1]):
         a.put(b"h", [memoryview(b"body")], timeout_s=1)
         frame = b.get(timeout_s=1)
@@ -48,7 +53,7 @@ def test_both_ends_can_send(ends: tuple[LocalChannel, LocalChannel]) -> None:
         a.wait(timeout_s=1)
 
 
-def test_no_more_than_two_bodies_are_in_flight(ends: tuple[LocalChannel, LocalChannel]) -> None:
+def test_no_more_than_two_bodies_are_in_flight(ends: Ends) -> None:
     one, other = ends
     body = [memoryview(bytes(1024))]
     for _ in range(MAX_IN_FLIGHT):
@@ -62,7 +67,7 @@ def test_no_more_than_two_bodies_are_in_flight(ends: tuple[LocalChannel, LocalCh
     assert one.most_in_flight == MAX_IN_FLIGHT == 2
 
 
-def test_a_body_stays_until_it_is_released(ends: tuple[LocalChannel, LocalChannel]) -> None:
+def test_a_body_stays_until_it_is_released(ends: Ends) -> None:
     one, other = ends
     one.put(b"", [memoryview(b"a" * 1024)], timeout_s=1)
     first = other.get(timeout_s=1)
@@ -70,17 +75,17 @@ def test_a_body_stays_until_it_is_released(ends: tuple[LocalChannel, LocalChanne
     assert first.body.tobytes() == b"a" * 1024
 
 
-def test_a_body_over_the_bucket_is_refused(ends: tuple[LocalChannel, LocalChannel]) -> None:
+def test_a_body_over_the_bucket_is_refused(ends: Ends) -> None:
     with refused("size"):
         ends[0].put(b"", [memoryview(bytes(1000)), memoryview(bytes(25))], timeout_s=1)
 
 
-def test_nothing_is_waited_for_without_end(ends: tuple[LocalChannel, LocalChannel]) -> None:
+def test_nothing_is_waited_for_without_end(ends: Ends) -> None:
     with refused("timeout"):
         ends[0].get(timeout_s=0.05)
 
 
-def test_a_closed_end_is_an_error_at_both(ends: tuple[LocalChannel, LocalChannel]) -> None:
+def test_a_closed_end_is_an_error_at_both(ends: Ends) -> None:
     one, other = ends
     one.put(b"last", timeout_s=1)
     one.close()
@@ -94,7 +99,7 @@ def test_a_closed_end_is_an_error_at_both(ends: tuple[LocalChannel, LocalChannel
             end.put(b"", timeout_s=1)
 
 
-def test_a_header_of_a_megabyte_passes(ends: tuple[LocalChannel, LocalChannel]) -> None:
+def test_a_header_of_a_megabyte_passes(ends: Ends) -> None:
     one, other = ends
     sender = Thread(target=lambda: one.put(b"x" * 1_000_000, timeout_s=5))
     sender.start()

@@ -1,8 +1,8 @@
 """The chunk form through `flash-linear-attention`, forward and backward, for bf16 on a GPU where it is installed.
 
 In and out: as `chunk.chunked`. Its chunks start at the span's first token instead of the absolute grid: equal up to
-rounding, so a result may move in the last bits with the cut. Computes in bf16 with an fp32 state; other dtypes go to
-the reference. A border inside a span costs a call more (see `segments`).
+rounding, so a result may move in the last bits with the cut. Computes in bf16 with an fp32 state; other dtypes, and
+heads narrower than a tile of its products, go to the reference. A border inside a span costs a call more (`segments`).
 Source: fla ops/kda (MIT), called, not copied; measured figures in spec/kernels.md A.5, F.
 """
 
@@ -17,6 +17,14 @@ from baltoro.kernels.kda import chunk as plain
 from baltoro.kernels.kda.grid import CHUNK
 from baltoro.kernels.kda.segments import run_in_segments
 from baltoro.kernels.spans import Borders, Spans
+
+WIDTHS = range(16, 257)
+"""Of keys and of values: its kernels multiply tiles as wide as a head, of which a product takes no narrower ones."""
+
+
+def takes(k: Tensor, v: Tensor) -> bool:
+    """Whether the library has kernels for these: else it ends in an error of its compiler."""
+    return v.dtype == torch.bfloat16 and k.shape[-1] in WIDTHS and v.shape[-1] in WIDTHS
 
 
 def chunked(
@@ -34,7 +42,7 @@ def chunked(
     borders: Borders = (),
 ) -> tuple[Tensor, Tensor]:
     """Arguments and results as `chunk.chunked`; `v` in bf16 selects this path. `is_bounded` promises g >= -5."""
-    if v.dtype != torch.bfloat16:
+    if not takes(k, v):
         return plain.chunked(q, k, v, g, beta, spans=spans, state=state, scale=scale, chunk=chunk, borders=borders)
     call = partial(_call, scale=scale, is_bounded=is_bounded)
     if not borders:
