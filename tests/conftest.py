@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from baltoro.config import environment
+from tests.contract.tree import NIGHTLY
 
 # The same examples on every machine: a run says something about the change under test, not about the day's luck. New
 # ones are looked for by `pytest --hypothesis-profile=default` and by the nightly set.
@@ -18,6 +19,12 @@ if find_spec("hypothesis") is not None:  # the interpreter's environment has non
 
     hypothesis.settings.register_profile("same", derandomize=True)
     hypothesis.settings.load_profile("same")
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest leaves them out
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Remember which tests of this run are marked `nightly`: contract/test_nightly.py asks."""
+    config.stash[NIGHTLY] = [item.nodeid for item in items if item.get_closest_marker("nightly")]
 
 
 @pytest.fixture(autouse=True)

@@ -3,40 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.contract.tree import ROOT
+from tests.contract.tree import NIGHTLY, ROOT
 
 RESULT = ROOT / "bench" / "results" / "nightly.json"
 ADVICE = "run scripts/nightly on a clean tree and commit bench/results/nightly.json"
-
-
-def registered(root: Path = ROOT) -> list[str]:
-    """Ids of the tests that pytest collects under the marker."""
-    env = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "--collect-only",
-        "-q",
-        "-m",
-        "nightly",
-        "-p",
-        "no:cacheprovider",
-        "tests",
-    ]
-    done = subprocess.run(command, cwd=root, env=env, capture_output=True, text=True, timeout=200)
-    no_tests = 5
-    assert done.returncode in (0, no_tests), done.stdout + done.stderr
-    return [line for line in done.stdout.splitlines() if re.match(r"tests/\S+\.py::", line)]
 
 
 def complaints(result: dict[str, Any], names: list[str]) -> list[str]:
@@ -58,10 +33,10 @@ def _is_silent_skip(entry: dict[str, Any]) -> bool:
     return entry["outcome"] == "skipped" and not entry.get("reason")
 
 
-@pytest.mark.slow
-def test_the_last_nightly_run_is_green_and_complete() -> None:
+def test_the_last_nightly_run_is_green_and_complete(request: pytest.FixtureRequest) -> None:
+    """As far as this run has collected the tests: all of them, where none is chosen."""
     assert RESULT.exists(), f"bench/results/nightly.json is missing: {ADVICE}"
-    found = complaints(json.loads(RESULT.read_text(encoding="utf-8")), registered())
+    found = complaints(json.loads(RESULT.read_text(encoding="utf-8")), request.config.stash[NIGHTLY])
     assert not found, "\n".join([ADVICE, *found])
 
 

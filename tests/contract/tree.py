@@ -7,8 +7,12 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "baltoro"
+NIGHTLY = pytest.StashKey[list[str]]()
+"""In pytest's config: ids of the collected tests that are marked `nightly`. Written by tests/conftest.py."""
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 

@@ -1,6 +1,7 @@
 """Every cell of the equivalence matrix gives the tokens and logprobs of the oracle, and does what it is there for.
 
-CI runs a covering set (every pair of values of two axes is in one of its cells), the nightly set the full product.
+CI runs a covering set (every pair of values of two axes is in one of its cells), the nightly set the full product. In
+float32 CI runs every other cell, the nightly set the rest.
     float64  tokens equal, logprobs within 1e-9
     float32  logprobs within 1e-5 of the oracle's for the same tokens
 `matrix.py` says what a cell is, `conversation.py` what it serves. Short prompts, one option at a time:
@@ -59,10 +60,21 @@ def check_events(report: Report, cell: Cell) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", DTYPES, ids=("float64", "float32"))
 @pytest.mark.parametrize("cell", covering(), ids=str)
-def test_a_cell_equals_the_oracle(cell: Cell, dtype: torch.dtype, tmp_path: Path) -> None:
-    check_cell(cell, "k3", dtype, tmp_path)
+def test_a_cell_equals_the_oracle(cell: Cell, tmp_path: Path) -> None:
+    check_cell(cell, "k3", FLOAT64, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cell", covering()[::2], ids=str)
+def test_a_cell_in_float32_equals_the_oracle(cell: Cell, tmp_path: Path) -> None:
+    check_cell(cell, "k3", FLOAT32, tmp_path)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("cell", covering()[1::2], ids=str)
+def test_another_cell_in_float32_equals_the_oracle(cell: Cell, tmp_path: Path) -> None:
+    check_cell(cell, "k3", FLOAT32, tmp_path)
 
 
 @pytest.mark.slow

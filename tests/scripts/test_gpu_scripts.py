@@ -46,7 +46,7 @@ def steps_of(folder: Path) -> list[int]:
         return [json.loads(line)["step"] for line in lines]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_killed_call_and_a_second_machine_end_with_the_model(tmp_path: Path) -> None:
     data = make_data(tmp_path / "data")
     for name in ("tiktoken.model", "tokenizer_config.json"):
