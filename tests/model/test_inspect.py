@@ -248,7 +248,7 @@ def test_the_published_index_is_good(k3_data: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "kinds"),
     [
-        ({"num_shared_experts": 3}, {"bytes"}),
+        pytest.param({"num_shared_experts": 3}, {"bytes"}, marks=pytest.mark.nightly),
         ({"num_experts": 895}, {"unexpected", "bytes"}),
     ],
 )

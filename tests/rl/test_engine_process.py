@@ -103,8 +103,15 @@ def running(policy: EnginePolicy, *names: str, **params: object) -> dict[str, li
     return found
 
 
-@pytest.mark.parametrize("mode", ["keep", "carry"])
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize(
+    ("overlap", "mode"),
+    [
+        (False, "keep"),
+        (True, "carry"),
+        pytest.param(False, "carry", marks=pytest.mark.nightly),
+        pytest.param(True, "keep", marks=pytest.mark.nightly),
+    ],
+)
 def test_an_update_aborts_nothing(folder: Path, here: Here, mode: str, overlap: bool) -> None:
     """Kept: the old version to the end. Carried: from some token on the new one."""
     with start(folder, config=engine_config(overlap=overlap, max_loras=3), running=mode) as policy:

@@ -142,6 +142,7 @@ def test_run_killed_with_sigkill_at_any_moment_ends_with_the_same_losses_and_wei
             if log.is_file() and log.read_bytes().count(b"\n") >= wanted:
                 process.send_signal(signal.SIGKILL)
                 break
+            time.sleep(0.01)
         killed += process.wait(timeout=30) == -signal.SIGKILL
     assert killed == 2
     assert child(data, tmp_path / "killed", steps).wait(timeout=200) == 0

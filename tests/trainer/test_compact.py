@@ -104,7 +104,7 @@ def test_other_settings_are_refused_by_name(recipe: TrainConfig, tmp_path: Path)
     read_compact(Run.create(replace(recipe, device="cpu", threads=1)), tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_run_that_lost_its_moments_ends_as_low_as_one_that_did_not(tmp_path: Path) -> None:
     config = tiny_recipe(make_data(tmp_path / "data"), steps=45, batch=BatchConfig(tokens=128, micro_tokens=128))
     stages = (replace(config.stages[0], until=1.0),)
