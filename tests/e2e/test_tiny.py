@@ -100,7 +100,7 @@ def test_it_is_what_is_served_when_nothing_is_named(monkeypatch: pytest.MonkeyPa
     assert find_model(None).resolve() == TINY
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_evaluation_is_one_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     run = ["bench", "eval", "--families", "no_tool", "--limit", "3", "--json", str(tmp_path / "run.json")]
@@ -112,7 +112,7 @@ def test_the_evaluation_is_one_command(tmp_path: Path, monkeypatch: pytest.Monke
     assert isinstance(both.exception, ConfigError)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_effort_changes_how_long_it_thinks(server: Process) -> None:
     lengths = [
         len(ask(server, "What is 58 + 67?", reasoning_effort=effort).message.reasoning_content)

@@ -223,7 +223,7 @@ def test_health_metrics_and_models(server: Process) -> None:
     assert server.http.post("/flush_cache").status_code == 200
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("signum", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.nightly)])
 def test_a_signal_drains_and_ends_with_0(model: Path, signum: int) -> None:
     with serving(model) as process:
         engine = process.engine_pid()
