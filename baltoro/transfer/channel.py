@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from baltoro.errors import TransferError
+
 MAX_IN_FLIGHT = 2  # one is filled while the other is emptied
 
 
@@ -26,6 +28,14 @@ class Frame:
     def release(self) -> None:
         self.body.release()
         self.give_back()
+
+
+def body_bytes(pieces: Sequence[memoryview], bucket_bytes: int) -> int:
+    """Of all pieces together. Errors: TransferError(size) over `bucket_bytes`."""
+    num_bytes = sum(piece.nbytes for piece in pieces)
+    if num_bytes > bucket_bytes:
+        raise TransferError(f"a body of {num_bytes} bytes, buckets have {bucket_bytes}", check="size")
+    return num_bytes
 
 
 class Channel(Protocol):

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import IO
 
 from baltoro.errors import TransferError
-from baltoro.transfer.channel import MAX_IN_FLIGHT, Frame
+from baltoro.transfer.channel import MAX_IN_FLIGHT, Frame, body_bytes
 from baltoro.transfer.stream import Stream
 
 HEAD = struct.Struct("<BIQ")  # slot, or one of the two below; length of the header; length of the body
@@ -60,9 +60,7 @@ class LocalChannel:
 
     def put(self, header: bytes, pieces: Sequence[memoryview] = (), *, timeout_s: float) -> None:
         self._stream.limit(timeout_s)
-        num_bytes = sum(piece.nbytes for piece in pieces)
-        if num_bytes > self._bucket_bytes:
-            raise TransferError(f"a body of {num_bytes} bytes, buckets have {self._bucket_bytes}", check="size")
+        num_bytes = body_bytes(pieces, self._bucket_bytes)
         slot = NO_BODY
         if num_bytes:
             while not self._free:

@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from hashlib import blake2b
 
 from baltoro.errors import ConfigError, TransferError
-from baltoro.transfer.channel import MAX_IN_FLIGHT, Frame
+from baltoro.transfer.channel import MAX_IN_FLIGHT, Frame, body_bytes
 from baltoro.transfer.local import DEFAULT_BUCKET_BYTES
 from baltoro.transfer.stream import Stream
 
@@ -89,9 +89,7 @@ class SocketChannel:
 
     def put(self, header: bytes, pieces: Sequence[memoryview] = (), *, timeout_s: float) -> None:
         self._stream.limit(timeout_s)
-        num_bytes = sum(piece.nbytes for piece in pieces)
-        if num_bytes > self._bucket_bytes:
-            raise TransferError(f"a body of {num_bytes} bytes, buckets have {self._bucket_bytes}", check="size")
+        num_bytes = body_bytes(pieces, self._bucket_bytes)
         if num_bytes:
             while self._num_out == MAX_IN_FLIGHT:
                 self._take()
