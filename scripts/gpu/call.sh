@@ -20,7 +20,7 @@ one() { # name[=folders], seconds
   case $1 in
     serve) OMP_NUM_THREADS=2 python3 -m scripts.gpu.serve_tiny --json "$texts/serve.json" ;;
     peers) python3 -m scripts.gpu.kernels_peers --json "$out/peers.json" --seconds "$2" ;;
-    sanitize) SANITIZE=1 SECONDS_EACH=$(($2 / 2)) bash scripts/gpu/check_kernels.sh ;;
+    sanitize) SANITIZE=1 SECONDS_EACH=$(($2 / $(wc -w <<< "${TOOLS:-memcheck racecheck}"))) bash scripts/gpu/check_kernels.sh ;;
     eval) OMP_NUM_THREADS=4 python3 -m scripts.gpu.eval_tiny --model models/tiny --graphs 64 --json "$texts/eval.json" ;;
     idle) sleep "$2" ;;
     margins) OMP_NUM_THREADS=2 python3 -m scripts.gpu.margins --model models/tiny --device cuda ;;

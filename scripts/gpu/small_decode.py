@@ -1,12 +1,14 @@
 """One small launch of each decode kernel at K3's widths, against the references: what compute-sanitizer runs over.
 
-    compute-sanitizer --tool memcheck python3 -m scripts.gpu.small_decode       (racecheck, synccheck, initcheck)
+    compute-sanitizer --tool memcheck python3 -m scripts.gpu.small_decode [PART ...]    (racecheck, synccheck, initcheck)
 
+Parts: attention, depth_mix, router, picks, copies_and_sampling, kda, kda_prefill, routed_experts; all without a name.
 Shapes have a tail of every kind: a page in part, a split without keys, a window, rows past a block.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -86,13 +88,14 @@ def copies_and_sampling(device: str) -> Iterator[Pair]:
     yield "sampled ids", ids.double(), sample(logits, *cuts, uniform).double()
 
 
-def main(device: str = "cuda") -> None:
+def main(wanted: list[str], device: str = "cuda") -> None:
     torch.manual_seed(0)
-    for part in (attention, depth_mix, router, picks, copies_and_sampling, kda, kda_prefill, routed_experts):
+    parts = (attention, depth_mix, router, picks, copies_and_sampling, kda, kda_prefill, routed_experts)
+    for part in (part for part in parts if part.__name__ in (wanted or [part.__name__])):
         for name, got, exact in part(device):
             error = gap(got, exact)
             print(f"{'ok   ' if error < 1e-2 else 'WRONG'} {name}: {error:.1e}", flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])
