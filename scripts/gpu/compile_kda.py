@@ -126,10 +126,12 @@ def every_size() -> Iterator[Case]:
 def _head(kernel: Any, tile: tiles.Tile | tiles.VerifyTile, is_bounded: bool) -> tuple[Any, ...]:
     """(kernel, constants, types, options) of decode, verify or fold with this tile."""
     every = HEAD | {"IS_BOUNDED": is_bounded, "IS_MILD": is_bounded, "RECORDS": False, "window": 8, "BG": 8}
-    every |= {"PRECISION": "tf32"} | tile.constants(128)
+    is_fold = kernel is triton_fold.fold_kernel
+    every |= {"PRECISION": "tf32"}
+    every |= tile.fold_constants(128) if isinstance(tile, tiles.Tile) and is_fold else tile.constants(128)
     constants = {name: value for name, value in every.items() if name in kernel.arg_names}
     options = {name: every[name] for name in OPTIONS if name in every}
-    if kernel is triton_fold.fold_kernel:
+    if is_fold:
         constants.pop("window")
     return kernel, constants, TOKEN_TYPES, options
 

@@ -15,8 +15,8 @@ FILE = Path(fused.__file__).parent / "gluon_fold.py"
 H, K, L, G = 2, 128, 2, 8
 
 
-@pytest.mark.parametrize(("rows", "buffers", "programs"), [(64, 2, 3), (32, 3, 5), (128, 2, 16)])
-def test_copied_fold(rows: int, buffers: int, programs: int) -> None:
+def check_fold(name: str, grid: tuple[int, ...], sizes: tuple[int, ...], shape: tuple[int, ...]) -> None:
+    """sizes: scalars between the tensors and the strides; shape: constants."""
     torch.manual_seed(0)
     slots, accepted = torch.tensor([3, 0, 1, 4]), torch.tensor([8, 5, 2, 0], dtype=torch.int32)
     states, histories = torch.randn(5, L, H, K, K), torch.randn(5, L, 3, 3 * H * K).bfloat16()
@@ -29,14 +29,23 @@ def test_copied_fold(rows: int, buffers: int, programs: int) -> None:
     window_clean = Window(*(part.nan_to_num() for part in fused.window_parts(window)))
     fused_reference.fold(window_clean, *views, slots, accepted)
     untouched = states[0].clone()
-    kernels(FILE)["copied_fold_kernel"](
-        (programs,), *fused.window_parts(window), histories, states, slots, accepted, 4, L, G, H,
-        histories.stride(1), histories.stride(0), histories.stride(2), states.stride(1), states.stride(0),
-        rows, 4, buffers, 4,
+    kernels(FILE)[name](
+        grid, *fused.window_parts(window), histories, states, slots, accepted, *sizes,
+        histories.stride(1), histories.stride(0), histories.stride(2), states.stride(1), states.stride(0), *shape,
     )  # fmt: skip
     live = torch.tensor([1, 3, 4])
     assert torch.equal(histories[live], wanted[1][live]) and torch.equal(states[0], untouched)
     assert float((states[live] - wanted[0][live]).norm() / wanted[0][live].norm()) < 1e-6
+
+
+@pytest.mark.parametrize(("rows", "buffers", "programs"), [(64, 2, 3), (32, 3, 5), (128, 2, 16)])
+def test_copied_fold(rows: int, buffers: int, programs: int) -> None:
+    check_fold("copied_fold_kernel", (programs,), (4, L, G, H), (rows, 4, buffers, 4))
+
+
+@pytest.mark.parametrize("rows", [16, 64, 128])
+def test_direct_fold(rows: int) -> None:
+    check_fold("direct_fold_kernel", (H * K // rows, 4, L), (4, G, H), (rows, 4, 4))
 
 
 @pytest.mark.parametrize(("rows", "buffers", "programs"), [(32, 4, 3), (64, 3, 2), (128, 3, 5), (128, 2, 8)])

@@ -127,12 +127,11 @@ def fold(
         and length <= MAX_WINDOW
     ):
         return _copied_fold(window, histories, states, slots, accepted, copied)
-    can_be_ahead = _can_fetch(states[0]) and layer % 4 == 0
     fold_kernel[(heads * -(-values // tile.rows), num, layers)](
         window.x, window.k, window.v, window.decay, window.beta, histories[0], states[0], slots, accepted,
         num, length, layer_stride(histories), *_strides(histories[0], states[0])[:2],
         layer, states[0].stride(0),
-        heads, keys, values, **tile.constants(size, can_be_ahead=can_be_ahead), TAPS=histories[0].shape[1] + 1,
+        heads, keys, values, **tile.fold_constants(size, can_fetch=states[0].is_cuda), TAPS=histories[0].shape[1] + 1,
     )  # fmt: skip
     return None
 
@@ -164,17 +163,24 @@ def _copied_fold(
     states: Sequence[Tensor],
     slots: Tensor,
     accepted: Tensor,
-    copied: tiles.Copied,
+    chosen: tiles.Copied | tiles.Direct,
 ) -> None:
-    """`fold` by as many programs as run at a time."""
-    from baltoro.kernels.kda.gluon_fold import copied_fold_kernel
+    """`fold` in Gluon: by as many programs as run at a time, or by one a tile."""
+    from baltoro.kernels.kda.gluon_fold import copied_fold_kernel, direct_fold_kernel
 
     layers, num, length, heads, keys = window.k.shape
-    count = machine(slots.device.type, slots.device.index or 0).num_units * copied.programs
-    copied_fold_kernel[(min(count, layers * num * heads * (keys // copied.rows)),)](
-        window.x, window.k, window.v, window.decay, window.beta, histories[0], states[0], slots, accepted,
-        num, layers, length, heads, layer_stride(histories), *_strides(histories[0], states[0])[:2],
-        layer_stride(states), states[0].stride(0), TAPS=histories[0].shape[1] + 1, **copied.options(),
+    tensors = (*window_parts(window), histories[0], states[0], slots, accepted)
+    strides = (layer_stride(histories), *_strides(histories[0], states[0])[:2], layer_stride(states))
+    rest = {"TAPS": histories[0].shape[1] + 1, **chosen.options()}
+    pieces = heads * (keys // chosen.rows)
+    if isinstance(chosen, tiles.Direct):
+        direct_fold_kernel[(pieces, num, layers)](
+            *tensors, num, length, heads, *strides, states[0].stride(0), **rest
+        )  # fmt: skip
+        return
+    count = machine(slots.device.type, slots.device.index or 0).num_units * chosen.programs
+    copied_fold_kernel[(min(count, layers * num * pieces),)](
+        *tensors, num, layers, length, heads, *strides, states[0].stride(0), **rest
     )  # fmt: skip
 
 

@@ -32,6 +32,13 @@ class Tile:
         shape = {"BC": size, "PART": self.part, "ROWS": self.rows, "AHEAD": self.ahead if can_be_ahead else -1}
         return shape | _options(self.warps, self.registers) | {"enable_fp_fusion": False}
 
+    def fold_constants(self, size: int, *, can_fetch: bool = True) -> dict[str, Any]:
+        """The same of the fold, where `ahead` of 0 or more is this: all that a program needs is asked for at its start.
+        can_fetch: whether lines can be brought into the L2 cache."""
+        found, is_early = self.constants(size), self.ahead >= 0
+        del found["AHEAD"]
+        return found | {"IS_EARLY": is_early, "FETCHES": is_early and can_fetch}
+
 
 @dataclass(frozen=True, slots=True)
 class VerifyTile:
@@ -65,11 +72,26 @@ class Copied:
         return shape | _options(self.warps, self.registers) | {"enable_fp_fusion": False}
 
 
+@dataclass(frozen=True, slots=True)
+class Direct:
+    """How `gluon_fold` is launched with a program a tile: rows of it, warps, the most registers (0: as it compiles)."""
+
+    rows: int
+    warps: int
+    registers: int = 0
+
+    def options(self) -> dict[str, Any]:
+        """Constants and options of a launch."""
+        shape = {"ROWS": self.rows, "WARPS": self.warps}
+        return shape | _options(self.warps, self.registers) | {"enable_fp_fusion": False}
+
+
 # Whether decode and verify may be launched before what they wait for has ended. To be set by scripts/gpu/lab_rows.py.
 IS_DEPENDENT = False
 # The fold by `gluon_fold` on Hopper, heads of 128; None: never. To be set by scripts/gpu/lab_rows.py: of two buffers of
-# half a head (82 kB) two programs fit, of a quarter (49 kB) four.
-COPIED_FOLD: Copied | None = None
+# half a head (82 kB) two programs fit, of a quarter (49 kB) four. Direct: scripts/gpu/lab_fold.py; (64, 4) has 122
+# registers, so that four programs (128 kB of state on the way) share a multiprocessor.
+COPIED_FOLD: Copied | Direct | None = None
 # Decode of at least MANY heads by `gluon_decode`, likewise.
 COPIED_DECODE: Copied | None = None
 MANY = 4096
@@ -80,7 +102,7 @@ def dependent_launch(can_be: bool) -> dict[str, bool]:
     return {"PDL": True, "launch_pdl": True} if IS_DEPENDENT and can_be else {}
 
 
-def copied_fold() -> Copied | None:
+def copied_fold() -> Copied | Direct | None:
     """The same, as `fused` asks for it."""
     return COPIED_FOLD
 
