@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from itertools import product
+from math import prod
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -34,6 +35,9 @@ class Pointer:
 
     def __add__(self, step: Any) -> Pointer:
         return Pointer(self.flat, self.places + step)
+
+    def __getitem__(self, key: Any) -> Pointer:
+        return Pointer(self.flat, self.places[key])
 
 
 class Tile:
@@ -60,7 +64,7 @@ class Tile:
 
     def _reinterpret(self, dtype: torch.dtype, shape: Sequence[int], _: Any) -> Tile:
         assert dtype == self.dtype
-        return Tile(self.tensor.view(*shape))
+        return Tile(self.tensor.view(-1)[: prod(shape)].view(*shape))
 
     def index(self, place: Any) -> Tile:
         return Tile(self.tensor[int(place)])
@@ -107,7 +111,16 @@ def copy_pointers(tile: Tile, at: Pointer, mask: Any) -> None:
 
 def copy_rows(rows: Tensor, place: Sequence[Any], _: Any, tile: Tile, pred: Any) -> None:
     if pred:
-        tile.store(rows[int(place[0]) : int(place[0]) + len(tile.tensor)])
+        row, column = (int(n) for n in place)
+        tile.store(rows[row : row + len(tile.tensor), column : column + tile.tensor.shape[1]])
+
+
+def widest(a: Any, b: Any) -> Tensor:
+    return torch.maximum(torch.as_tensor(a), torch.as_tensor(b))
+
+
+def narrowest(a: Any, b: Any) -> Tensor:
+    return torch.minimum(torch.as_tensor(a), torch.as_tensor(b))
 
 
 def nothing(*_: Any, **__: Any) -> None:
@@ -120,7 +133,7 @@ def jit(function: Any = None, **_: Any) -> Any:
 
 def language(program: list[int], programs: list[int]) -> SimpleNamespace:
     """What kernels call `gl`."""
-    names = ("float16", "float32", "bfloat16", "int32", "int64", "exp", "sqrt", "zeros_like")
+    names = ("float16", "float32", "bfloat16", "int32", "int64", "exp", "sqrt", "zeros_like", "log2")
     found = {name: getattr(torch, name) for name in names} | dict.fromkeys(LAYOUTS, nothing)
     found |= {
         "constexpr": lambda x: x, "static_range": range, "load": load, "store": store, "where": where,
@@ -128,6 +141,8 @@ def language(program: list[int], programs: list[int]) -> SimpleNamespace:
         "arange": lambda a, b, _: torch.arange(a, b), "sum": lambda x, axis: x.sum(axis),
         "program_id": lambda n: torch.tensor(program[n]), "num_programs": lambda n: torch.tensor(programs[n]),
         "associative_scan": lambda x, axis, _: x.cumsum(axis), "zeros": lambda s, d, _: torch.zeros(s, dtype=d),
+        "full": lambda s, x, d, _: torch.full(s, x, dtype=d), "max": lambda x, axis: x.amax(axis),
+        "maximum": widest, "minimum": narrowest,
         "fma": lambda a, b, c: a * b + c,
         # as the card has it: what would be denormal is 0
         "exp2": lambda x: torch.where(x < -126, 0.0, torch.exp2(x)),

@@ -3,6 +3,10 @@
 Triton's pipeliner wants three buffers where a warp group multiplies from shared memory, and three tiles of 64 keys are
 more than a program may have. Two are enough if the next but one is asked for as soon as its buffer has been used: one
 tile of 72 kB is always under way. Copies by the engine cost no instructions and no registers.
+Where there are 16 query rows, three buffers of the 512 values fit beside one or two of the other 64 (`SHAREDS`): while a
+tile is multiplied (about 1 us of the 2.3 that memory needs for one) two are under way and not one, so that memory has
+work when the next is asked for. One buffer of the 64 is asked for again between the products; of two, the one just used
+also holds the shares for the second product. Page numbers are loaded a tile ahead, before the wait for its keys.
 In and out: as `triton_decode.split_kernel` for pages of 64 keys and 512 + 64 values a row in BF16.
 Importing this needs triton; the interpreter does not know Gluon. Source: spec/kernels.md C.
 """
@@ -23,17 +27,29 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 KEYS: gl.constexpr = gl.constexpr(64)
 R: gl.constexpr = gl.constexpr(512)
 D: gl.constexpr = gl.constexpr(64)
-BUFFERS: gl.constexpr = gl.constexpr(2)
 
 
 @gluon.jit
-def fetch(latent_rows, shared_rows, latents, shareds, ready, pages, page_rows, tile, slot, wanted):
+def row_of(pages, tile, page_rows, wanted):
+    """The row of the arena where a tile begins."""
+    return (gl.load(pages + tile, mask=wanted, other=0) * page_rows).to(gl.int32)
+
+
+@gluon.jit
+def fetch(latent_rows, shared_rows, latents, shareds, ready, row, slot, wanted):
     """Ask for a tile; its buffer is free."""
-    row = (gl.load(pages + tile, mask=wanted, other=0) * page_rows).to(gl.int32)
     bell = ready.index(slot)
     mbarrier.expect(bell, KEYS * (R + D) * 2, pred=wanted)
     tma.async_copy_global_to_shared(latent_rows, [row, 0], bell, latents.index(slot), pred=wanted)
     tma.async_copy_global_to_shared(shared_rows, [row, R], bell, shareds.index(slot), pred=wanted)
+
+
+@gluon.jit
+def fetch_part(rows, column: gl.constexpr, WIDTH: gl.constexpr, buffers, ready, row, slot, wanted):
+    """Ask for WIDTH values of each row of a tile from `column` on."""
+    bell = ready.index(slot)
+    mbarrier.expect(bell, KEYS * WIDTH * 2, pred=wanted)
+    tma.async_copy_global_to_shared(rows, [row, column], bell, buffers.index(slot), pred=wanted)
 
 
 @gluon.jit
@@ -52,10 +68,12 @@ def bulk_split_kernel(
     q, latent_rows, shared_rows, table, lengths, out, lse, scale2,
     q_request, q_row, page_rows, table_request,
     heads, num_rows, window, splits,
-    ROWS: gl.constexpr, WRITES_EMPTY: gl.constexpr, PDL: gl.constexpr, num_warps: gl.constexpr,
+    ROWS: gl.constexpr, BUFFERS: gl.constexpr, SHAREDS: gl.constexpr, WRITES_EMPTY: gl.constexpr, PDL: gl.constexpr,
+    num_warps: gl.constexpr,
 ):  # fmt: skip
     """Program (request, split, block of ROWS rows); q, out, lse as in `split_kernel`. page_rows: from page to page.
 
+    BUFFERS of the 512 values a key, SHAREDS of its other 64: as many (2), or 1 or 2 beside 3.
     The 64 keys of a tile are the rows of one warp group; a second one takes half the query rows in the first product,
     half the channels in the second.
     """
@@ -78,15 +96,29 @@ def bulk_split_kernel(
     count = gl.maximum(gl.minimum(num_tiles - first, per_split), 0)
     pages = table + request * table_request
 
+    APART: gl.constexpr = BUFFERS != SHAREDS
+    OVER: gl.constexpr = APART and SHAREDS == 2
     latents = gl.allocate_shared_memory(gl.bfloat16, [BUFFERS, KEYS, R], swizzled)
-    shareds = gl.allocate_shared_memory(gl.bfloat16, [BUFFERS, KEYS, D], swizzled)
+    shareds = gl.allocate_shared_memory(gl.bfloat16, [SHAREDS, KEYS, D], swizzled)
     ready = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], mbarrier.MBarrierLayout())
     for one in gl.static_range(BUFFERS):
         mbarrier.init(ready.index(one), count=1)
+    if APART:
+        shared_ready = gl.allocate_shared_memory(gl.int64, [SHAREDS, 1], mbarrier.MBarrierLayout())
+        for one in gl.static_range(SHAREDS):
+            mbarrier.init(shared_ready.index(one), count=1)
     fence_async_shared()
     gl.thread_barrier()
+    starts = ()
     for one in gl.static_range(BUFFERS):
-        fetch(latent_rows, shared_rows, latents, shareds, ready, pages, page_rows, first + one, one, one < count)
+        starts += (row_of(pages, first + one, page_rows, one < count),)
+    for one in gl.static_range(BUFFERS):
+        if APART:
+            if one < SHAREDS:
+                fetch_part(shared_rows, R, D, shareds, shared_ready, starts[one], one, one < count)
+            fetch_part(latent_rows, 0, R, latents, ready, starts[one], one, one < count)
+        else:
+            fetch(latent_rows, shared_rows, latents, shareds, ready, starts[one], one, one < count)
 
     row = block * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, wide))
     at = q + request * q_request + row * q_row
@@ -98,7 +130,9 @@ def bulk_split_kernel(
     d = gl.arange(0, D, gl.SliceLayout(0, narrow))
     values = gl.load(at[:, None] + d[None, :], mask=(row < num_rows)[:, None], other=0)
     q_shared = gl.allocate_shared_memory(gl.bfloat16, [ROWS, D], swizzled, values)
-    shares = gl.allocate_shared_memory(gl.bfloat16, [KEYS, ROWS], gl.NVMMASharedLayout(min(128, ROWS * 2), 16, 2))
+    grouped: gl.constexpr = gl.NVMMASharedLayout(min(128, ROWS * 2), 16, 2)
+    if not OVER:
+        shares = gl.allocate_shared_memory(gl.bfloat16, [KEYS, ROWS], grouped)
     fence_async_shared()
 
     row = block * ROWS + gl.arange(0, ROWS, by_row)
@@ -109,7 +143,11 @@ def bulk_split_kernel(
     acc = gl.zeros([R, ROWS], gl.float32, sums)
     for i in range(count):
         slot = i % BUFFERS
-        latent, shared = latents.index(slot), shareds.index(slot)
+        latent, shared = latents.index(slot), shareds.index(i % SHAREDS)
+        later = row_of(pages, first + i + BUFFERS, page_rows, i + BUFFERS < count)
+        if APART:
+            later_shared = row_of(pages, first + i + SHAREDS, page_rows, i + SHAREDS < count)
+            mbarrier.wait(shared_ready.index(i % SHAREDS), (i // SHAREDS) & 1)
         mbarrier.wait(ready.index(slot), (i // BUFFERS) & 1)
         keys_left = length - (first + i) * KEYS
         if keys_left < KEYS:
@@ -128,16 +166,29 @@ def bulk_split_kernel(
         share = gl.exp2(score - base[None, :])
         keep = gl.exp2(best - base)
         total = total * keep[None, :] + share
+        if OVER:
+            gl.thread_barrier()  # every warp has multiplied what the shares take the place of
+            shares = shared._reinterpret(gl.bfloat16, [KEYS, ROWS], grouped)
         shares.store(share.to(gl.bfloat16))
         fence_async_shared()
         gl.thread_barrier()
+        if APART and not OVER:
+            fetch_part(
+                shared_rows, R, D, shareds, shared_ready, later_shared, i % SHAREDS, i + SHAREDS < count
+            )  # fmt: skip
         acc = acc * gl.convert_layout(keep, gl.SliceLayout(0, sums))[None, :]
         acc = warpgroup_mma(latent.permute((1, 0)), shares, acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=[acc])
         best = higher
         gl.thread_barrier()  # every warp has read the buffer
-        fetch(latent_rows, shared_rows, latents, shareds, ready, pages, page_rows,
-              first + i + BUFFERS, slot, i + BUFFERS < count)  # fmt: skip
+        if OVER:
+            fetch_part(
+                shared_rows, R, D, shareds, shared_ready, later_shared, i % SHAREDS, i + SHAREDS < count
+            )  # fmt: skip
+        if APART:
+            fetch_part(latent_rows, 0, R, latents, ready, later, slot, i + BUFFERS < count)
+        else:
+            fetch(latent_rows, shared_rows, latents, shareds, ready, later, slot, i + BUFFERS < count)
 
     mass = gl.sum(total, axis=0)
     is_empty = mass == 0

@@ -143,11 +143,12 @@ def split_kernel(
 @triton.jit(do_not_specialize=["num_rows", "splits"])
 def merge_kernel(
     parts, sums, out, lse, num_rows, splits,
-    R: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr, PDL: tl.constexpr,
+    R: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr, READS_ALL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (request, row, block of channels): out = sum_s e^(lse_s - lse) part_s, all splits loaded at once.
 
-    Parts of splits at -inf are not read; -inf everywhere gives 0 and -inf.
+    Parts of splits at -inf are not read, or (READS_ALL: one wait for memory, not two) dropped: nobody wrote them.
+    -inf everywhere gives 0 and -inf.
     """
     if PDL:
         gdc_wait()
@@ -157,7 +158,10 @@ def merge_kernel(
     place = (request * splits + s) * num_rows + row
     every = tl.load(sums + place, mask=s < splits, other=float("-inf"))
     is_some = every > float("-inf")
-    part = tl.load(parts + place[:, None] * R + r[None, :], mask=is_some[:, None] & (r < R)[None, :], other=0)
+    is_read = s < splits if READS_ALL else is_some
+    part = tl.load(parts + place[:, None] * R + r[None, :], mask=is_read[:, None] & (r < R)[None, :], other=0)
+    if READS_ALL:
+        part = tl.where(is_some[:, None], part, 0.0)
     best = tl.max(every, axis=0)
     base = tl.where(best == float("-inf"), 0.0, best)
     weight = tl.exp(every - base)
