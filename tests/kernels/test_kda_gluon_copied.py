@@ -43,9 +43,9 @@ def test_copied_fold(rows: int, buffers: int, programs: int) -> None:
     check_fold("copied_fold_kernel", (programs,), (4, L, G, H), (rows, 4, buffers, 4))
 
 
-@pytest.mark.parametrize("rows", [16, 64, 128])
-def test_direct_fold(rows: int) -> None:
-    check_fold("direct_fold_kernel", (H * K // rows, 4, L), (4, G, H), (rows, 4, 4))
+@pytest.mark.parametrize(("rows", "tiles"), [(16, 1), (64, 1), (128, 1), (32, 2), (64, 2), (32, 4)])
+def test_direct_fold(rows: int, tiles: int) -> None:
+    check_fold("direct_fold_kernel", (H * K // rows // tiles, 4, L), (4, G, H), (rows, tiles, 4, 4))
 
 
 @pytest.mark.parametrize(("rows", "buffers", "programs"), [(32, 4, 3), (64, 3, 2), (128, 3, 5), (128, 2, 8)])

@@ -46,6 +46,17 @@ def test_latent_attention(heads: int, window: int, dtype: torch.dtype) -> None:
         assert gap(lse, exact_lse) < 1e-2 if dtype == torch.bfloat16 else gap(lse, exact_lse) < 1e-5
 
 
+@pytest.mark.parametrize("shareds", [1, 2])
+@pytest.mark.parametrize("reads_all", [False, True])
+def test_latent_attention_with_three_buffers(shareds: int, reads_all: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiles = split_decode.Tiles(16, 64, 3, 4, bulk=True, shareds=shareds)
+    monkeypatch.setattr(split_decode, "choose_tiles", lambda *_, **__: tiles)
+    monkeypatch.setattr(split_decode, "MERGE_READS_ALL", reads_all)
+    for window in (1, 8):
+        test_latent_attention(12, window, torch.bfloat16)
+    test_a_window_wider_than_its_keys_gets_zeros(torch.bfloat16)
+
+
 @DTYPES
 def test_a_window_wider_than_its_keys_gets_zeros(dtype: torch.dtype) -> None:
     """NaN lies behind the keys: what fills up a draft window has to stay finite."""

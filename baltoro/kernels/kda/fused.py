@@ -174,7 +174,7 @@ def _copied_fold(
     rest = {"TAPS": histories[0].shape[1] + 1, **chosen.options()}
     pieces = heads * (keys // chosen.rows)
     if isinstance(chosen, tiles.Direct):
-        direct_fold_kernel[(pieces, num, layers)](
+        direct_fold_kernel[(pieces // chosen.tiles, num, layers)](
             *tensors, num, length, heads, *strides, states[0].stride(0), **rest
         )  # fmt: skip
         return

@@ -74,15 +74,17 @@ class Copied:
 
 @dataclass(frozen=True, slots=True)
 class Direct:
-    """How `gluon_fold` is launched with a program a tile: rows of it, warps, the most registers (0: as it compiles)."""
+    """How `gluon_fold` is launched with a program for `tiles` neighbouring tiles: rows of one, warps, the most
+    registers a thread may have (0: as it compiles)."""
 
     rows: int
     warps: int
     registers: int = 0
+    tiles: int = 1
 
     def options(self) -> dict[str, Any]:
         """Constants and options of a launch."""
-        shape = {"ROWS": self.rows, "WARPS": self.warps}
+        shape = {"ROWS": self.rows, "TILES": self.tiles, "WARPS": self.warps}
         return shape | _options(self.warps, self.registers) | {"enable_fp_fusion": False}
 
 

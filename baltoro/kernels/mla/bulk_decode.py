@@ -3,8 +3,8 @@
 Triton's pipeliner wants three buffers where a warp group multiplies from shared memory, and three tiles of 64 keys are
 more than a program may have. Two are enough if the next but one is asked for as soon as its buffer has been used: one
 tile of 72 kB is always under way. Copies by the engine cost no instructions and no registers.
-Where there are 16 query rows, three buffers of the 512 values fit beside one or two of the other 64 (`SHAREDS`): while a
-tile is multiplied (about 1 us of the 2.3 that memory needs for one) two are under way and not one, so that memory has
+Where there are 16 query rows, three buffers of the 512 values fit beside one or two of the other 64 (`SHAREDS`): while
+a tile is multiplied (about 1 us of the 2.3 that memory needs for one) two are under way and not one, so that memory has
 work when the next is asked for. One buffer of the 64 is asked for again between the products; of two, the one just used
 also holds the shares for the second product. Page numbers are loaded a tile ahead, before the wait for its keys.
 In and out: as `triton_decode.split_kernel` for pages of 64 keys and 512 + 64 values a row in BF16.
