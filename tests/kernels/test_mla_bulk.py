@@ -36,7 +36,7 @@ def test_splits_of_bulk_copies(buffers: int, shareds: int, splits: int, window: 
     kernels(FILE)["bulk_split_kernel"](
         (num, splits, 1), Pointer(q), flat, flat, Pointer(table), Pointer(lengths), Pointer(parts), Pointer(sums),
         0.05 / math.log(2.0), q.stride(0), q.stride(1), PAGE, table.stride(0), heads, rows, window, splits,
-        16, buffers, shareds, splits == 1, False, 4,
+        table.shape[1], 16, buffers, shareds, splits == 1, False, 4,
     )  # fmt: skip
     shape = (num, window, heads, R + D)
     exact, exact_lse = reference.attend_absorbed(

@@ -63,17 +63,18 @@ def blank(latent, keys_left, num_warps: gl.constexpr):
         some.store(gl.where((key < keys_left)[:, None], values, gl.zeros_like(values)))
 
 
-@gluon.jit(do_not_specialize=["heads", "num_rows", "window", "splits"])
+@gluon.jit(do_not_specialize=["heads", "num_rows", "window", "splits", "most"])
 def bulk_split_kernel(
     q, latent_rows, shared_rows, table, lengths, out, lse, scale2,
     q_request, q_row, page_rows, table_request,
-    heads, num_rows, window, splits,
+    heads, num_rows, window, splits, most,
     ROWS: gl.constexpr, BUFFERS: gl.constexpr, SHAREDS: gl.constexpr, WRITES_EMPTY: gl.constexpr, PDL: gl.constexpr,
     num_warps: gl.constexpr,
 ):  # fmt: skip
     """Program (request, split, block of ROWS rows); q, out, lse as in `split_kernel`. page_rows: from page to page.
 
-    BUFFERS of the 512 values a key, SHAREDS of its other 64: as many (2), or 1 or 2 beside 3.
+    BUFFERS of the 512 values a key, SHAREDS of its other 64: as many (2), or 1 or 2 beside 3. most: tiles a request can
+    have by its row of the table; if it has them all, its first pages are asked for together with its length.
     The 64 keys of a tile are the rows of one warp group; a second one takes half the query rows in the first product,
     half the channels in the second.
     """
@@ -90,11 +91,14 @@ def bulk_split_kernel(
 
     request, split, block = gl.program_id(0).to(gl.int64), gl.program_id(1), gl.program_id(2)
     length = gl.load(lengths + request).to(gl.int32)
+    pages = table + request * table_request
+    likely, guesses = split * ((most + splits - 1) // splits), ()
+    for one in gl.static_range(BUFFERS):
+        guesses += (gl.load(pages + likely + one, mask=likely + one < most, other=0),)
     num_tiles = (length + KEYS - 1) // KEYS
     per_split = (num_tiles + splits - 1) // splits
     first = split * per_split
     count = gl.maximum(gl.minimum(num_tiles - first, per_split), 0)
-    pages = table + request * table_request
 
     APART: gl.constexpr = BUFFERS != SHAREDS
     OVER: gl.constexpr = APART and SHAREDS == 2
@@ -111,7 +115,8 @@ def bulk_split_kernel(
     gl.thread_barrier()
     starts = ()
     for one in gl.static_range(BUFFERS):
-        starts += (row_of(pages, first + one, page_rows, one < count),)
+        other = row_of(pages, first + one, page_rows, (one < count) & (first != likely))
+        starts += (gl.where(first == likely, (guesses[one] * page_rows).to(gl.int32), other),)
     for one in gl.static_range(BUFFERS):
         if APART:
             if one < SHAREDS:

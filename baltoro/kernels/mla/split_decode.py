@@ -186,7 +186,7 @@ def _launch_bulk(
     launch = {"launch_pdl": True} if is_dependent else {}
     bulk_split_kernel[(len(q), sizes[2], -(-rows // tiles.rows))](
         q, *halves, table, lengths, parts, sums, scale2,
-        q.stride(0), q.stride(1), page_rows, table.stride(0), sizes[0], rows, *sizes[1:],
+        q.stride(0), q.stride(1), page_rows, table.stride(0), sizes[0], rows, *sizes[1:], table.shape[1],
         ROWS=tiles.rows, BUFFERS=tiles.stages, SHAREDS=tiles.shareds or tiles.stages,
         WRITES_EMPTY=sizes[2] == 1, PDL=is_dependent, num_warps=tiles.warps, **launch,
     )  # fmt: skip
