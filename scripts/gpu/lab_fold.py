@@ -41,8 +41,6 @@ Seconds = Callable[[Sequence[Callable[[], object]]], float]
 
 @dataclass(frozen=True)
 class Latent:
-    """Latent attention: how splits are cut, how the merge reads."""
-
     tiles: Tiles | None = None
     values: int = 8192
     reads_all: bool = False
@@ -50,14 +48,12 @@ class Latent:
 
 @dataclass(frozen=True)
 class Job:
-    """One variant; a choice of None is what is chosen now."""
-
     name: str
     choice: Any = None
 
 
 def jobs() -> Iterator[Job]:
-    """The most promising of both first, in turns."""
+    """The most promising first, in turns."""
     folds = [
         None, Direct(64, 4), Direct(64, 4, 0, 2), Direct(32, 2), Direct(32, 2, 0, 2), Direct(32, 4, 0, 2),
         Tile(32, 64, 4, 128, 0), Direct(32, 4, 0, 4), Tile(32, 64, 4, 0), Direct(32, 4), Direct(128, 8),
@@ -65,10 +61,10 @@ def jobs() -> Iterator[Job]:
         Direct(16, 2), Tile(32, 32, 2, 0), Copied(32, 4, 2, 4, 128), Tile(32, 32, 4, 0), Direct(64, 4, 96),
     ]  # fmt: skip
     two, three, lean = (Tiles(16, 64, stages, 4, bulk=True, shareds=n) for stages, n in ((2, 0), (3, 2), (3, 1)))
-    wide = Tiles(16, 64, 3, 8, bulk=True, shareds=2)
     latents = [
-        None, Latent(three), Latent(lean), Latent(three, reads_all=True), Latent(lean, reads_all=True), Latent(wide),
-        Latent(lean, 4096, True), Latent(two, reads_all=True), Latent(three, 4096, True), Latent(two, 4096),
+        None, Latent(two, reads_all=True), Latent(lean, reads_all=True), Latent(three, reads_all=True), Latent(lean),
+        Latent(two, 4096, True), Latent(three), Latent(lean, 4096, True), Latent(Tiles(16, 64, 2, 8, bulk=True)),
+        Latent(Tiles(16, 64, 3, 8, bulk=True, shareds=1), reads_all=True),
     ]  # fmt: skip
     for place in range(max(len(folds), len(latents))):
         yield from (Job("fold", choice) for choice in folds[place : place + 1])
@@ -125,7 +121,7 @@ def check_latent(choice: Latent, device: str) -> float:
     found, heads, latent, width = 0.0, 12, 512, 576
     for window, splits in ((1, None), (1, 3), (2, 5), (1, 1)):
         lengths = torch.tensor([window, 64, 65, 1000, 4097], device=device)
-        table = torch.stack([torch.randperm(399, device=device)[:66] + 1 for _ in range(5)])
+        table = torch.randperm(399, device=device)[:330].view(5, 66) + 1
         kv = torch.randn(400, 64, 2, width, device=device).bfloat16()[:, :, 1]
         table[1:3] = table[0]  # requests may share pages
         q = torch.randn(5, window, heads, width, device=device).bfloat16()
@@ -266,12 +262,11 @@ def show(found: Iterator[tuple[str, float, float, Job]], until: float) -> None:
     for name, us, floor, job in found:
         choice = "as now" if job.choice in (None, Latent()) else str(job.choice)
         table.append((name, us, f"{name:32} {us:8.1f} us {us / floor:6.2f} x floor  {choice}"))
+        print(table[-1][2], flush=True)
         if time.monotonic() > until:
             print(f"time is up after {name} {choice}", flush=True)
             break
-    print("sorted:", flush=True)
-    for _, _, line in sorted(table):
-        print(line, flush=True)
+    print("\n".join(["sorted:", *(line for _, _, line in sorted(table))]), flush=True)
 
 
 def main() -> None:

@@ -78,9 +78,6 @@ def bulk_split_kernel(
     The 64 keys of a tile are the rows of one warp group; a second one takes half the query rows in the first product,
     half the channels in the second.
     """
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
     wide: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [num_warps, 1], [1, 0])
     narrow: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [num_warps, 1], [1, 0])
     tall: gl.constexpr = gl.BlockedLayout([4, 1], [32, 1], [num_warps, 1], [0, 1])
@@ -88,17 +85,6 @@ def bulk_split_kernel(
     sums: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, ROWS, 16])
     by_row: gl.constexpr = gl.SliceLayout(0, scores)
     swizzled: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-
-    request, split, block = gl.program_id(0).to(gl.int64), gl.program_id(1), gl.program_id(2)
-    length = gl.load(lengths + request).to(gl.int32)
-    pages = table + request * table_request
-    likely, guesses = split * ((most + splits - 1) // splits), ()
-    for one in gl.static_range(BUFFERS):
-        guesses += (gl.load(pages + likely + one, mask=likely + one < most, other=0),)
-    num_tiles = (length + KEYS - 1) // KEYS
-    per_split = (num_tiles + splits - 1) // splits
-    first = split * per_split
-    count = gl.maximum(gl.minimum(num_tiles - first, per_split), 0)
 
     APART: gl.constexpr = BUFFERS != SHAREDS
     OVER: gl.constexpr = APART and SHAREDS == 2
@@ -113,6 +99,20 @@ def bulk_split_kernel(
             mbarrier.init(shared_ready.index(one), count=1)
     fence_async_shared()
     gl.thread_barrier()
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    request, split, block = gl.program_id(0).to(gl.int64), gl.program_id(1), gl.program_id(2)
+    length = gl.load(lengths + request).to(gl.int32)
+    pages = table + request * table_request
+    likely, guesses = split * ((most + splits - 1) // splits), ()
+    for one in gl.static_range(BUFFERS):
+        guesses += (gl.load(pages + likely + one, mask=likely + one < most, other=0),)
+    num_tiles = (length + KEYS - 1) // KEYS
+    per_split = (num_tiles + splits - 1) // splits
+    first = split * per_split
+    count = gl.maximum(gl.minimum(num_tiles - first, per_split), 0)
+
     starts = ()
     for one in gl.static_range(BUFFERS):
         other = row_of(pages, first + one, page_rows, (one < count) & (first != likely))
