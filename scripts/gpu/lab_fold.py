@@ -175,7 +175,7 @@ def check_all(workers: int, until: float) -> list[Job]:
     """A line each; those that are right, in their order."""
     good: list[Job] = []
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "triton", "scripts.gpu.lab_decode", "scripts.gpu.lab_mla_cases"])
+    context.set_forkserver_preload(["torch", "triton", "scripts.gpu.lab_decode"])
     pool, every = context.Pool(workers, maxtasksperchild=1), list(jobs())
     found = pool.imap_unordered(attempt, every)
     try:
