@@ -76,9 +76,7 @@ def ladder(shape: SliceShape, batch: int, device: str, bytes_per_s: float, until
             "flipped": step.flipped,
         }
         rows.append(row | trace(one, rung) if device == "cuda" else row)
-        say(
-            f"{step.name:<72} {step.time_us:9.1f} us  {step.share:6.1%}  gap {step.error:.1e}, {step.flipped} tokens with other experts"
-        )
+        say(f"{step.name:<72} {step.time_us:9.1f} us  {step.share:6.1%}  gap {step.error:.1e}, {step.flipped} flipped")
     if device == "cuda":
         try:
             say(describe(timeline(one)))
