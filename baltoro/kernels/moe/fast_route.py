@@ -73,6 +73,7 @@ def select(
             float(options["scaling"]),
             TOP=top_k,
             TOP_BLOCK=next_power_of_2(top_k),
+            SLOTS=max(32, next_power_of_2(top_k)),
             GROUPS=groups,
             WIDTH=width,
             IS_SIGMOID=activation == "sigmoid",
