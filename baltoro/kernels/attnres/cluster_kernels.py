@@ -10,11 +10,14 @@ triton. Source: spec/kernels.md D.
 # ruff: noqa: RUF005 - Triton adds tuples; it does not unpack them
 from __future__ import annotations
 
+from functools import cache
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
+@cache
 def row_layout(programs: int, warps: int, wide: int) -> gl.BlockedLayout:
     """Of [programs, warps, 32, wide] numbers: `wide` in a thread, the first dimension over the cluster."""
     over_cluster = [[1 << bit, 0, 0, 0] for bit in range(programs.bit_length() - 1)]

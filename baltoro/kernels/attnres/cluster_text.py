@@ -7,11 +7,14 @@ cluster. `opening` comes first, in every thread; it gives the address that the o
 
 from __future__ import annotations
 
+from functools import cache
+
 SENT = "st.async.shared::cluster.mbarrier::complete_tx::bytes.b32"
 CAME = ".reg .pred came; again: mbarrier.try_wait.parity.shared.b64 came, [{}], 0; @!came bra.uni again;"
 TOTAL = "add.f32 s0, s0, s1; add.f32 s2, s2, s3; add.f32 $0, s0, s2;"
 
 
+@cache
 def opening(programs: int, warps: int) -> str:
     """PTX: $0 is where a program's shared space for the two sums is; of $1 nothing is used.
 
@@ -31,6 +34,7 @@ def opening(programs: int, warps: int) -> str:
     return "{ " + " ".join(lines) + " }"
 
 
+@cache
 def lane_sums(programs: int, warps: int) -> str:
     """PTX: $0 is the sum of a lane's $1 over all warps of all programs of the cluster; $2 is the space."""
     lines = [
@@ -48,6 +52,7 @@ def lane_sums(programs: int, warps: int) -> str:
     return "{ " + " ".join(lines) + TOTAL + " }"
 
 
+@cache
 def warp_sums(programs: int, warps: int) -> str:
     """PTX: $0 is the sum of $1, equal in the lanes of a warp, over all warps of all programs; $2 is the space."""
     begin = 16 + 128 * programs * warps
