@@ -25,13 +25,13 @@ def row_layout(programs: int, warps: int, wide: int) -> gl.BlockedLayout:
 
 
 @gluon.constexpr_function
-def smaller(a, b):  # type: ignore[no-untyped-def]
+def smaller(a: int, b: int) -> int:
     """Of two constants."""
     return min(a, b)
 
 
 @gluon.constexpr_function
-def shuffle(kind, lane):  # type: ignore[no-untyped-def]
+def shuffle(kind: str, lane: int) -> str:
     """PTX: $0 is the $1 of another lane."""
     return f"shfl.sync.{kind}.b32 $0, $1, {lane}, 31, -1;"
 
@@ -50,15 +50,16 @@ def halved(a, b, lane, STEP: gl.constexpr):
 
 
 @gluon.jit
-def dealt(squares, dots, lane, COUNT: gl.constexpr):
-    """Sums over the lanes of a warp: in lane i of squares[i], in lane 16 + i of dots[i]; of COUNT up to 16 each.
+def dealt(rows, query, lane, COUNT: gl.constexpr):
+    """Sums over the channels of a warp: in lane i of the squares of rows[i], in 16 + i of its product with the query.
 
     Each step sums two numbers at a time and leaves half as many: 24 exchanges for 18 numbers, where sums one by one
     take 90. A lane past COUNT has something else.
     """
     left = ()
     for i in gl.static_range(COUNT):
-        left = left + (halved(squares[i], dots[i], lane, 16),)
+        x = rows[i].to(gl.float32)
+        left = left + (halved(gl.sum(x * x, 3), gl.sum(x * query, 3), lane, 16),)
     for step in gl.static_range(4):
         left = paired(left, lane, 8 >> step, COUNT)
     return left[0]
@@ -74,6 +75,44 @@ def paired(sums, lane, HALF: gl.constexpr, COUNT: gl.constexpr):
         else:
             fewer = fewer + (sums[i] + from_lane(sums[i], "bfly", HALF),)
     return fewer
+
+
+@gluon.jit
+def sources(
+    bank, bank_source, prefix_ptr, update_ptr, at, mask,
+    L: gl.constexpr, HAS_PREFIX: gl.constexpr, HAS_UPDATE: gl.constexpr,
+):  # fmt: skip
+    """The rows that are mixed, as a tuple: the bank's and, if there is one, the running sum as it is kept."""
+    rows = ()
+    for _ in gl.static_range(L):
+        rows = rows + (gl.load(bank, mask=mask, other=0),)
+        bank += bank_source
+    if HAS_PREFIX and HAS_UPDATE:
+        kept = gl.load(prefix_ptr + at, mask=mask, other=0)
+        total = kept.to(gl.float32) + gl.load(update_ptr + at, mask=mask, other=0).to(gl.float32)
+        rows = rows + (total.to(kept.dtype),)
+    elif HAS_PREFIX:
+        rows = rows + (gl.load(prefix_ptr + at, mask=mask, other=0),)
+    elif HAS_UPDATE:
+        rows = rows + (gl.load(update_ptr + at, mask=mask, other=0),)
+    return rows
+
+
+@gluon.jit
+def blended(rows, score, mixed, COUNT: gl.constexpr):
+    """Softmax of the scores in lanes 0 to COUNT - 1, and the sum of the rows by it, on top of `mixed`, which is 0."""
+    scores = ()
+    peak = from_lane(score, "idx", 0)
+    for i in gl.static_range(COUNT):
+        one = from_lane(score, "idx", i)
+        peak = gl.maximum(peak, one)
+        scores = scores + (one,)
+    whole = peak * 0.0
+    for i in gl.static_range(COUNT):
+        weight = gl.exp(scores[i] - peak)
+        whole += weight
+        mixed += gl.expand_dims(weight, 3) * rows[i].to(gl.float32)
+    return mixed * gl.expand_dims(1.0 / whole, 3)
 
 
 @gluon.jit
@@ -105,47 +144,18 @@ def cluster_mix_kernel(
         gdc_wait()
         gdc_launch_dependents()
 
-    rows = ()
-    source = bank_ptr + token * bank_token + d
-    for _ in gl.static_range(L):
-        rows = rows + (gl.load(source, mask=mask, other=0),)
-        source += bank_source
     at = token * D + d
-    if HAS_PREFIX and HAS_UPDATE:
-        kept = gl.load(prefix_ptr + at, mask=mask, other=0)
-        total = kept.to(gl.float32) + gl.load(update_ptr + at, mask=mask, other=0).to(gl.float32)
-        kept = total.to(kept.dtype)
-        rows = rows + (kept,)
-    elif HAS_PREFIX:
-        rows = rows + (gl.load(prefix_ptr + at, mask=mask, other=0),)
-    elif HAS_UPDATE:
-        rows = rows + (gl.load(update_ptr + at, mask=mask, other=0),)
+    rows = sources(bank_ptr + token * bank_token + d, bank_source, prefix_ptr, update_ptr, at, mask,
+                   L, HAS_PREFIX, HAS_UPDATE)  # fmt: skip
     COUNT: gl.constexpr = L + 1 if HAS_PREFIX or HAS_UPDATE else L
 
-    squares, dots = (), ()
-    for i in gl.static_range(COUNT):
-        x = rows[i].to(gl.float32)
-        squares = squares + (gl.sum(x * x, 3),)
-        dots = dots + (gl.sum(x * query, 3),)
-    shares = dealt(squares, dots, lane, COUNT)
+    shares = dealt(rows, query, lane, COUNT)
     sums = gl.inline_asm_elementwise(LANE_SUMS, "=&f,f,r", [shares, space], gl.float32, is_pure=False, pack=1)
     is_dot = lane >= 16
     other = from_lane(sums, "bfly", 16)
     score = gl.where(is_dot, sums, other) * gl.rsqrt(gl.where(is_dot, other, sums) / D + eps)
 
-    scores = ()
-    peak = from_lane(score, "idx", 0)
-    for i in gl.static_range(COUNT):
-        one = from_lane(score, "idx", i)
-        peak = gl.maximum(peak, one)
-        scores = scores + (one,)
-    whole = gl.where(is_dot, 0.0, 0.0)
-    mixed = gl.zeros([PROGRAMS, WARPS, 32, WIDE], gl.float32, ROW)
-    for i in gl.static_range(COUNT):
-        weight = gl.exp(scores[i] - peak)
-        whole += weight
-        mixed += gl.expand_dims(weight, 3) * rows[i].to(gl.float32)
-    mixed = mixed * gl.expand_dims(1.0 / whole, 3)
+    mixed = blended(rows, score, gl.zeros([PROGRAMS, WARPS, 32, WIDE], gl.float32, ROW), COUNT)
     if HAS_NORM:
         share = gl.sum(mixed * mixed, 3)
         for step in gl.static_range(5):
