@@ -158,8 +158,8 @@ class Slice(nn.Module):
         return self.second.feed(self.second.attend(self.first.attend(stream, ctx), ctx), ctx)
 
     @torch.no_grad()
-    def num_hit(self) -> int:
-        """Experts that the step's tokens pick."""
+    def picks(self) -> Tensor:
+        """Experts that the step's tokens pick, in order of their numbers: [T, A]."""
         seen: list[Tensor] = []
         choose = self.moe.gate.choose
 
@@ -173,7 +173,11 @@ class Slice(nn.Module):
             self()
         finally:
             self.moe.gate.choose = choose  # type: ignore[method-assign]
-        return len(set(seen[0].flatten().tolist()))
+        return seen[0].sort(-1).values
+
+    def num_hit(self) -> int:
+        """Different ones among `picks`."""
+        return len(set(self.picks().flatten().tolist()))
 
     def bytes_by_part(self) -> dict[str, int]:
         """What a step has to move, part by part."""
@@ -230,28 +234,44 @@ def forced(*ops: str) -> Iterator[None]:
 
 
 @dataclass(frozen=True, slots=True)
+class Seen:
+    """What a rung computed: the running sum [T, D] in float64, and its picks."""
+
+    out: Tensor
+    picks: Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class Step:
-    """A measured rung. error: of the running sum, against the first rung's; a pick that flips shows in it."""
+    """A measured rung. error: of the running sum, against the first rung's, of the tokens that pick the same experts
+    there; flipped: how many do not. Rounding tips near ties over, and another expert is another answer."""
 
     name: str
     time_us: float
     share: float
     error: float
+    flipped: int
 
 
 def climb(
-    one: Slice, rung: Rung, bytes_per_s: float, measure: Measure, against: Tensor | None = None
-) -> tuple[Step, Tensor]:
-    """(the measured rung, its result [T, D] for others to be held `against`). share: of the roofline, which is
+    one: Slice, rung: Rung, bytes_per_s: float, measure: Measure, against: Seen | None = None
+) -> tuple[Step, Seen]:
+    """(the measured rung, what it computed, for others to be held `against`). share: of the roofline, which is
     `bytes_by_part` over `bytes_per_s`."""
     with forced(*rung.forced):
         one.prepare(rung)
         one.restore()
         out = one().settled().prefix
         assert out is not None
+        wide = out.double()
+        one.restore()
+        seen = Seen(wide, one.picks())
         floor_us = 1e6 * sum(one.bytes_by_part().values()) / bytes_per_s
         one.restore()
         time_us = measure(one, rung.is_captured)
-    wide = out.double()
-    gap = 0.0 if against is None else float((wide - against).norm() / against.norm())
-    return Step(rung.name, time_us, floor_us / time_us, gap), wide
+    if against is None:
+        return Step(rung.name, time_us, floor_us / time_us, 0.0, 0), seen
+    same = (seen.picks == against.picks).all(-1)
+    exact = against.out[same]
+    gap = float((seen.out[same] - exact).norm() / exact.norm()) if len(exact) else 0.0
+    return Step(rung.name, time_us, floor_us / time_us, gap, int((~same).sum())), seen

@@ -7,7 +7,8 @@ Canary: the ids of one early trajectory, scored by the engine with the version t
 adapter, and without. It proves something only where the adapter's effect is well above their disagreement: below
 `canary_floor` times, the record says "not yet testable". The trainer's effect is taken with the experts of the base:
 at first an adapter moves logprobs less than rounding does, but a router that it tips over moves them by much more, and
-an engine that was not tipped would look deaf.
+an engine that was not tipped would look deaf. In bf16 rounding alone moves a short trajectory by up to 0.03, most of it
+in a few uncertain tokens, so an honest engine may look deaf once; a deaf one does so at every look.
 Start-up test: a synthetic B. The trainer's score must move; while the publication is withheld the engine's must not;
 once it is published the engine's must move with it; afterwards all is as before. No training is needed for it.
 Source: spec/training.md A.3, A.8, F.2 (4), G.6; the test after NovaSky-AI/SkyRL#2182.
@@ -30,6 +31,7 @@ from baltoro.trainer.ratio import Drift
 
 LEAST_EFFECT = 1e-3  # mean |dlogp| that a synthetic B must have to be told from rounding, in any dtype of ours
 TIMES = 3.0  # and so many times the disagreement
+LOOKS = 3  # in a row that must find an engine deaf where rounding can be as large as an adapter's first effect
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,18 +64,22 @@ class Canary:
             raise InvariantError("a canary needs a prompt and an output: nothing would be compared")
         self.prompt, self.output = tuple(prompt), tuple(output[:most])
         self._floor = floor
+        self._suspicions = 0
 
     def look(self, policy: Policy, trainer: PolicyTrainer) -> CanaryRecord:
-        """Score. Errors: InvariantError where the trainer's adapter has an effect and the engine's does not."""
+        """Score. Errors: InvariantError where the trainer's adapter has an effect and the engine's does not: in 16 bits
+        where that is so LOOKS times in a row."""
         engine = policy.score(self.prompt, self.output)
         with_adapter = trainer.score(self.prompt, self.output)
         base, steady = trainer.effect(self.prompt, self.output)
         found = compare(engine, with_adapter, base, steady)
-        is_clear = found.own_effect > LEAST_EFFECT and found.own_effect > self._floor * found.effect
-        if is_clear:
+        is_suspect = found.own_effect > LEAST_EFFECT and found.own_effect > self._floor * found.effect
+        self._suspicions = self._suspicions + 1 if is_suspect else 0
+        looks = LOOKS if trainer.model.dtype.itemsize < 4 else 1
+        if self._suspicions >= looks:
             raise InvariantError(
                 f"the adapter moves the canary by {found.own_effect:.2g} in the trainer and by {found.effect:.2g} in "
-                "the engine: the engine does not use the adapter that was published"
+                f"the engine ({looks} looks in a row): the engine does not use the adapter that was published"
             )
         return found
 

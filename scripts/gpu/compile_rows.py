@@ -1,4 +1,4 @@
-"""Compile the decode and fold kernels of asynchronous copies for Hopper, without a GPU: registers, shared memory.
+"""Compile the fold of asynchronous copies for Hopper, without a GPU: registers, shared memory.
 
 PYTHONPATH=. python scripts/gpu/compile_rows.py
 """
@@ -9,23 +9,20 @@ import sys
 
 import triton
 
-from baltoro.kernels.kda import gluon_decode, gluon_fold
+from baltoro.kernels.kda import gluon_fold
 from baltoro.kernels.kda.tiles import Copied
 from scripts.gpu.compile_kda import HOPPER, SHARED_LIMIT, resources, source
 
 WIDE = ("x_ptr", "raw_ptr", "b_ptr", "gate_ptr", "v_ptr", "history_ptr", "out_ptr")
 TYPES = dict.fromkeys(WIDE, "*bf16") | {"slots_ptr": "*i64", "accepted_ptr": "*i32"}
-CHOICES = [("fold", Copied(64, 4, 2, 2)), ("decode", Copied(32, 4, 4, 3, 168))]
+CHOICES = [Copied(64, 4, 2, 2), Copied(32, 4, 2, 4, 128)]
 
 
-def compiled(name: str, choice: Copied) -> str:
+def compiled(choice: Copied) -> str:
     """What it takes."""
-    kernel = gluon_fold.copied_fold_kernel if name == "fold" else gluon_decode.copied_decode_kernel
     options = choice.options()
-    constants = {key: options.pop(key) for key in ("ROWS", "WARPS", "BUFFERS")} | (
-        {"TAPS": 4} if name == "fold" else {}
-    )
-    built = triton.compile(source(kernel, constants, TYPES), target=HOPPER, options=options)
+    constants = {"TAPS": 4} | {key: options.pop(key) for key in ("ROWS", "WARPS", "BUFFERS")}
+    built = triton.compile(source(gluon_fold.copied_fold_kernel, constants, TYPES), target=HOPPER, options=options)
     shared = built.metadata.shared
     programs = min(SHARED_LIMIT // (shared + 1024), choice.programs)
     mark = "" if programs == choice.programs and shared <= SHARED_LIMIT else f"ONLY {programs} FIT"
@@ -34,8 +31,8 @@ def compiled(name: str, choice: Copied) -> str:
 
 def main() -> int:
     """A line each."""
-    for name, choice in CHOICES:
-        print(name, choice, compiled(name, choice))
+    for choice in CHOICES:
+        print(choice, compiled(choice))
     return 0
 
 

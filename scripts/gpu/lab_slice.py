@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 from baltoro.bench.kernels.timeline import describe, heaviest, timeline
 from baltoro.bench.kernels.timing import Ceilings, ceilings, graph_us, wall_or_graph_us
-from baltoro.bench.slice import LADDER, Rung, Slice, SliceShape, climb, forced, published_shape
+from baltoro.bench.slice import LADDER, Rung, Seen, Slice, SliceShape, climb, forced, published_shape
 from baltoro.kernels.linear import fast
 
 # (name, rows of the weight, width): the products of one decode step of the slice
@@ -57,7 +57,7 @@ def ladder(shape: SliceShape, batch: int, device: str, bytes_per_s: float, until
     floor = 1e6 * sum(parts.values()) / bytes_per_s
     say(f"\nbatch {batch}: " + ", ".join(f"{name} {size / 1e6:.1f} MB" for name, size in parts.items()))
     say(f"floor {floor:.1f} us, {one.num_hit()} experts hit")
-    first: torch.Tensor | None = None
+    first: Seen | None = None
     for rung in LADDER:
         if time.perf_counter() > until:
             say(f"{rung.name}: no time left")
@@ -68,9 +68,15 @@ def ladder(shape: SliceShape, batch: int, device: str, bytes_per_s: float, until
             say(f"{rung.name}: FAILED {type(error).__name__}: {str(error)[:200]}")
             continue
         first = out if first is None else first
-        row = {"name": step.name, "us": round(step.time_us, 1), "share": round(step.share, 4), "gap": step.error}
+        row = {
+            "name": step.name,
+            "us": round(step.time_us, 1),
+            "share": round(step.share, 4),
+            "gap": step.error,
+            "flipped": step.flipped,
+        }
         rows.append(row | trace(one, rung) if device == "cuda" else row)
-        say(f"{step.name:<72} {step.time_us:9.1f} us  {step.share:6.1%}  gap {step.error:.1e}")
+        say(f"{step.name:<72} {step.time_us:9.1f} us  {step.share:6.1%}  gap {step.error:.1e}, {step.flipped} flipped")
     if device == "cuda":
         try:
             say(describe(timeline(one)))

@@ -1,8 +1,8 @@
 """One small launch of each decode kernel at K3's widths, against the references: what compute-sanitizer runs over.
 
-    compute-sanitizer --tool memcheck python3 -m scripts.gpu.small_decode [PART ...]    (racecheck, synccheck, initcheck)
+    compute-sanitizer --tool memcheck python3 -m scripts.gpu.small_decode [PART ...]     (racecheck ...)
 
-Parts: attention, depth_mix, router, picks, copies_and_sampling, kda, kda_prefill, routed_experts; all without a name.
+Parts: attention, depth_mix, router, picks, copies_and_sampling, kda, kda_prefill, routed_experts; without a name all.
 Shapes have a tail of every kind: a page in part, a split without keys, a window, rows past a block.
 """
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from baltoro.bench.kernels.timeline import describe, heaviest, slots
-from baltoro.bench.slice import LADDER, Slice, climb, published_shape
+from baltoro.bench.slice import LADDER, Seen, Slice, climb, published_shape
 from scripts.gpu.lab_slice import tiny_shape
 
 
@@ -25,8 +25,20 @@ def test_every_rung_gives_the_same_step(batch: int) -> None:
     for rung in LADDER:
         step, out = climb(one, rung, 1e9, measure, first)
         first = out if first is None else first
-        assert step.error < 1e-9 and step.time_us == 5.0 and step.share > 0
+        assert step.error < 1e-9 and step.flipped == 0 and step.time_us == 5.0 and step.share > 0
     assert seen[0] == (False, False) and seen[-1] == (True, True)
+
+
+def test_tokens_that_pick_other_experts_are_counted_apart() -> None:
+    one = Slice(tiny_shape(), 5, dtype=torch.float64, device="cpu")
+    _, seen = climb(one, LADDER[-1], 1e9, lambda work, is_captured: 1.0)
+    other = Seen(seen.out.clone(), seen.picks.clone())
+    other.out[2] += 1.0
+    other.picks[2, 0] += 1
+    step, _ = climb(one, LADDER[-1], 1e9, lambda work, is_captured: 1.0, other)
+    assert step.flipped == 1 and step.error < 1e-12
+    other.out[3] += 1.0
+    assert climb(one, LADDER[-1], 1e9, lambda work, is_captured: 1.0, other)[0].error > 0.01
 
 
 def test_bytes_are_those_of_what_a_step_touches() -> None:

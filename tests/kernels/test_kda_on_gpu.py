@@ -138,15 +138,3 @@ def test_prefill_in_gluon(
 def test_fold_of_copied_states(copied: Copied, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiles, "COPIED_FOLD", copied)
     test_fold_equals_decode_in_every_bit_for_every_accepted_length(H)
-
-
-@pytest.mark.parametrize("copied", [Copied(32, 4, 4, 3, 168), Copied(64, 8, 3, 2, 128), Copied(128, 16, 3, 1)])
-def test_decode_of_copied_states(copied: Copied, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiles, "COPIED_DECODE", copied)
-    monkeypatch.setattr(tiles, "MANY", 1)
-    test_decode_and_verify(torch.bfloat16, 48)
-
-
-def test_dependent_launches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiles, "IS_DEPENDENT", True)
-    test_decode_and_verify(torch.bfloat16, H)

@@ -50,6 +50,13 @@ class Shared(InlinePolicy):
         return self.source.trainer.score(prompt_ids, output_ids)
 
 
+class Base(Shared):
+    """Scores as the trainer does without its adapter."""
+
+    def score(self, prompt_ids: Sequence[int], output_ids: Sequence[int]) -> list[float]:
+        return self.source.trainer.score(prompt_ids, output_ids, has_adapter=False)
+
+
 def zeroed(adapter: Adapter | None) -> Adapter:
     assert adapter is not None
     factors = {m: SiteFactors(one.a, torch.zeros_like(one.b), one.scale) for m, one in adapter.factors.items()}
@@ -119,6 +126,31 @@ def test_a_router_that_tips_over_is_no_effect_of_the_adapter(parts: Parts) -> No
     base = parts.trainer.score(canary.prompt, canary.output, has_adapter=False)
     assert fmean(distances(parts.trainer.score(canary.prompt, canary.output), base)) > 3 * LEAST_EFFECT
     assert canary.look(parts.policy, parts.trainer).own_effect < 0.1 * LEAST_EFFECT
+
+
+@pytest.mark.parametrize(("dtype", "looks"), [("float32", 1), ("bfloat16", 3)])
+def test_rounding_may_look_like_a_deaf_engine_in_16_bits(tiny_folder: Path, dtype: str, looks: int) -> None:
+    """The engine answers as the base does: at the third look in a row that is no chance, after a good one it may be."""
+    parts = open_parts(recipe(tiny_folder, engine={"place": "inline", "options": {"dtype": dtype}}), families=[Brief()])
+    trainer, canary = parts.trainer, Canary(IDS[:6], IDS[6:], floor=3.0, most=32)
+    assert isinstance(parts.policy, InlinePolicy)
+    parts.policy.source = parts  # type: ignore[attr-defined]
+    trainer.install(perturbed(trainer.adapter(), 0.3))
+
+    def look(kind: type[InlinePolicy]) -> None:
+        parts.policy.__class__ = kind
+        assert canary.look(parts.policy, trainer).own_effect > LEAST_EFFECT
+
+    try:
+        for _ in range(2):
+            for kind in (*[Base] * (looks - 1), Shared):
+                look(kind)
+        for _ in range(looks - 1):
+            look(Base)
+        with pytest.raises(InvariantError, match="does not use the adapter"):
+            look(Base)
+    finally:
+        parts.close()
 
 
 def test_a_canary_of_nothing_is_refused() -> None:

@@ -17,7 +17,8 @@ from baltoro.trainer.step import launch_step, train_step
 from tests.tiny import tiny_k3
 from tests.trainer.harness import make_data, tiny_recipe
 
-pytestmark = pytest.mark.gpu
+# where fla is installed, it tries its kernels for two minutes in the first step
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(400)]
 
 
 def recipe(folder: Path, stage: int, **changes: object) -> TrainConfig:

@@ -49,18 +49,14 @@ def decode(
         return out
     inputs = [_rows(t, num) for t in (x, raw, b, gate)]
     kept = (out,) * 4 if record is None else (record.k, record.v, record.decay, record.beta)
-    size, copied = _size(state), tiles.copied_decode(heads * num)
-    is_plain = record is None and weights.lower_bound is not None and history.shape[1] == 3
-    if copied is not None and is_plain and _can_copy(state, 0):
-        _copied_decode(inputs, weights, history, state, slots, out, copied)
-        return out
+    size, is_small = _size(state), heads * num <= tiles.SMALL
     tile = tiles.decode(size, heads * num).constants(size, can_be_ahead=_can_fetch(state))
     decode_kernel[(heads, num)](
         *inputs, *_weights(weights), history, state, slots, out, *kept,
         *(t.stride(0) for t in inputs), *_strides(history, state),
         weights.lower_bound or 0.0, weights.scale, weights.norm_eps,
         heads, raw.shape[-1], values, **tile, TAPS=history.shape[1] + 1, IS_BOUNDED=weights.lower_bound is not None,
-        RECORDS=record is not None, **tiles.dependent_launch(has_dependent_launch(x)),
+        RECORDS=record is not None, **tiles.dependent_launch(is_small and has_dependent_launch(x)),
     )  # fmt: skip
     return out
 
@@ -137,27 +133,6 @@ def fold(
     return None
 
 
-def _copied_decode(
-    inputs: Sequence[Tensor],
-    weights: MixerWeights,
-    history: Tensor,
-    state: Tensor,
-    slots: Tensor,
-    out: Tensor,
-    copied: tiles.Copied,
-) -> None:
-    """`decode` by as many programs as run at a time."""
-    from baltoro.kernels.kda.gluon_decode import copied_decode_kernel
-
-    num, heads, _ = out.shape
-    count = machine(slots.device.type, slots.device.index or 0).num_units * copied.programs
-    copied_decode_kernel[(min(count, num * heads),)](
-        *inputs, *_weights(weights), history, state, slots, out, num, heads,
-        *(t.stride(0) for t in inputs), *_strides(history, state),
-        weights.lower_bound, weights.scale, weights.norm_eps, **copied.options(),
-    )  # fmt: skip
-
-
 def _copied_fold(
     window: Window,
     histories: Sequence[Tensor],
@@ -215,7 +190,7 @@ def _can_fetch(state: Tensor) -> bool:
 
 
 def _can_copy(state: Tensor, layer: int, *rest: Tensor) -> bool:
-    """Whether Gluon's kernels take it: whole heads of 128 on Hopper, at addresses divisible by 16, and so the rest."""
+    """Whether Gluon's kernel takes it: whole heads of 128 on Hopper, at addresses divisible by 16, and so the rest."""
     is_hopper = state.is_cuda and machine("cuda", state.device.index or 0).capability in HOPPER
     is_right = is_hopper and _can_fetch(state) and layer % 4 == 0 and state.shape[-1] == 128
     return is_right and not any(t.data_ptr() % 16 for t in rest)
