@@ -1,4 +1,4 @@
-"""Compile norm, gated activations, and what stands before and behind latent attention, for sm_90 without a GPU.
+"""Compile the small kernels for sm_90 without a GPU: norm, activations, both ends of latent attention, mix, top-k.
 
     python -m scripts.gpu.compile_small              needs triton, and TRITON_INTERPRET unset
 
@@ -8,22 +8,29 @@ Prints registers, stack and shared memory at K3's widths and the tiny model's. E
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
 
+from baltoro.kernels.attnres import cluster_kernels
+from baltoro.kernels.attnres.cluster_text import lane_sums, opening, warp_sums
 from baltoro.kernels.mla import absorb_kernels
-from baltoro.kernels.moe import glu_kernels
+from baltoro.kernels.moe import glu_kernels, gluon_route, route_kernels
 from baltoro.kernels.norm import triton_kernels
 from scripts.gpu.compile_kda import resources
+
+ALIGNED = ("num_experts", "bank_source", "bank_token")
 
 
 def source(kernel: Any, constants: dict[str, Any], types: dict[str, str]) -> ASTSource:
     signature = {n: "constexpr" if n in constants else types.get(n, "i32") for n in kernel.arg_names}
-    aligned = [i for i, kind in enumerate(signature.values()) if kind.startswith("*")]
-    return ASTSource(kernel, signature, constants, {(i,): [["tt.divisibility", 16]] for i in aligned})
+    aligned = [i for i, (name, kind) in enumerate(signature.items()) if kind.startswith("*") or name in ALIGNED]
+    kind = GluonASTSource if kernel.is_gluon() else ASTSource
+    return kind(kernel, signature, constants, {(i,): [["tt.divisibility", 16]] for i in aligned})
 
 
 def cases() -> list[tuple[str, Any, dict[str, Any], dict[str, str]]]:
@@ -46,11 +53,42 @@ def cases() -> list[tuple[str, Any, dict[str, Any], dict[str, str]]]:
     return found
 
 
+def clusters(kind: str) -> Iterator[tuple[str, Any, dict[str, Any], dict[str, str], dict[str, Any]]]:
+    """The depth mix of 9 sources, as many ways as a width of 7168 is cut."""
+    for programs, warps in ((8, 4), (8, 2), (8, 8), (16, 2), (16, 4), (4, 8), (4, 4), (2, 16), (2, 8)):
+        wide = 8192 // (32 * programs * warps)
+        sizes = {"L": 8, "D": 7168, "PROGRAMS": programs, "WARPS": warps, "WIDE": wide}
+        sizes |= {"ROW": cluster_kernels.row_layout(programs, warps, wide), "OPENING": opening(programs, warps)}
+        sizes |= {"LANE_SUMS": lane_sums(programs, warps), "WARP_SUMS": warp_sums(programs, warps)}
+        sizes |= dict.fromkeys(("HAS_PREFIX", "HAS_UPDATE", "HAS_NORM", "PDL"), True)
+        names = ("bank_ptr", "prefix_ptr", "update_ptr", "gain_ptr", "total_ptr", "out_ptr")
+        types = dict.fromkeys(names, f"*{kind}") | {"query_ptr": "*fp32", "eps": "fp32", "norm_eps": "fp32"}
+        options = {"num_warps": warps, "num_ctas": programs, "launch_pdl": True}
+        yield f"mix {kind} {programs} {warps}", cluster_kernels.cluster_mix_kernel, sizes, types, options
+
+
+def routes() -> Iterator[tuple[str, Any, dict[str, Any], dict[str, str], dict[str, Any]]]:
+    """Top 16 of 896, in Triton and by hand."""
+    names = {"logits": "*fp32", "bias": "*fp32", "ids": "*i64", "weights": "*fp32", "counts": "*i32"}
+    flags = dict.fromkeys(("IS_RENORMALISED", "HAS_COUNTS", "PDL"), True) | {"TOP": 16}
+    for width in (128, 256):
+        sizes = flags | {"TOP_BLOCK": 16, "SLOTS": 32, "GROUPS": 1024 // width, "WIDTH": width, "IS_SIGMOID": True}
+        options = {"num_warps": 1024 // width, "launch_pdl": True}
+        yield f"select {width}", route_kernels.select, sizes, names | {"scaling": "fp32"}, options
+    for wide in (2, 4, 8, 16):
+        groups = 32 // wide
+        experts, pairs = gluon_route.layouts(groups, 16, wide)
+        sizes = flags | {"SLOTS": 16, "GROUPS": groups, "WIDE": wide, "EXPERTS": experts, "PAIRS": pairs}
+        types = {f"{name}_ptr": kind for name, kind in names.items()} | {"scaling": "fp32"}
+        options = {"num_warps": groups, "launch_pdl": True}
+        yield f"select by hand {wide}", gluon_route.select_kernel, sizes, types, options
+
+
 def main() -> int:
     status = 0
-    for name, kernel, constants, types in cases():
+    every = [(*case, {"num_warps": 16 if case[0].startswith("norm") else 4}) for case in cases()]
+    for name, kernel, constants, types, options in [*clusters("bf16"), *clusters("fp32"), *routes(), *every]:
         try:
-            options = {"num_warps": 16 if name.startswith("norm") else 4}
             made = triton.compile(source(kernel, constants, types), target=GPUTarget("cuda", 90, 32), options=options)
             print(f"{name:<20} shared {made.metadata.shared:>6}  {resources(made.asm['cubin'])}", flush=True)
         except Exception as error:  # noqa: BLE001 - one line a kernel, whatever went wrong

@@ -10,6 +10,7 @@ it by graph replay. A setting that is wrong or fails is a line, not an end. A ta
 from __future__ import annotations
 
 import argparse
+import importlib
 import multiprocessing
 import os
 import time
@@ -21,44 +22,56 @@ import torch
 
 from baltoro.bench.kernels.timing import Ceilings, ceilings, graph_us
 from scripts.gpu.lab_mla_cases import Case, Problem
-from scripts.gpu.lab_mla_settings import CASES
 
+SETTINGS = "scripts.gpu.lab_mla_settings"
+"""Where CASES are; another lab names its own."""
 T = TypeVar("T")
 AT_ONCE = 4
 """Settings of a case that one worker checks, one after the other."""
-MOST = max(len(case.settings) for case in CASES)
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def main(argv: Sequence[str] | None = None, settings: str = SETTINGS) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--only", default="", help="cases whose name has this in it")
     parser.add_argument("--dry", action="store_true")
     args = parser.parse_args(argv)
     end = time.monotonic() + args.seconds
-    numbers = [n for n, case in enumerate(CASES) if args.only in case.name]
+    cases = cases_of(settings)
+    numbers = [n for n, case in enumerate(cases) if args.only in case.name]
     found, failed = Ceilings(1e12, 1e12), {}
     if not args.dry:
-        failed = warm(numbers, end - args.seconds * 0.42)
+        failed = warm(settings, numbers, end - args.seconds * 0.42)
         say(f"compiled after {args.seconds - end + time.monotonic():.0f} s")
         found = ceilings()
         say(f"copy {found.bytes_per_s / 1e12:.2f} TB/s, bf16 product {found.flops_per_s / 1e12:.0f} TFLOP/s")
     tables = []
     for n in numbers:
         wrong = {rank: said for (case, rank), said in failed.items() if case == n}
-        tables.append(attempt(partial(measure, CASES[n], wrong, found, end, is_dry=args.dry)) or [])
+        tables.append(attempt(partial(measure, cases[n], wrong, found, end, is_dry=args.dry)) or [])
     for lines in tables:
         say("\n".join(lines))
 
 
-def warm(numbers: list[int], end: float) -> dict[tuple[int, int], str]:
+def cases_of(settings: str) -> Sequence[Case]:
+    found: Sequence[Case] = importlib.import_module(settings).CASES
+    return found
+
+
+def warm(settings: str, numbers: list[int], end: float) -> dict[tuple[int, int], str]:
     """Check every setting in worker processes, most promising ones of every case first; stop waiting at `end`.
 
     Returns what went wrong, by (case, rank): such a setting is not tried in this process. A worker takes a few settings
     of one case; an illegal access ends its CUDA context, so it stops there and another one takes the rest.
     """
-    jobs = [(n, ranks) for first in range(0, MOST, AT_ONCE) for n in numbers if (ranks := some_ranks(n, first))]
-    left = {(n, rank) for n, ranks in jobs for rank in ranks}
+    count = [len(case.settings) for case in cases_of(settings)]
+    jobs = [
+        (settings, n, list(range(count[n]))[first : first + AT_ONCE])
+        for first in range(0, max(count), AT_ONCE)
+        for n in numbers
+        if first < count[n]
+    ]
+    left = {(n, rank) for _, n, ranks in jobs for rank in ranks}
     failed: dict[tuple[int, int], str] = {}
     workers = max(2, min(15, (os.cpu_count() or 4) - 1))
     with multiprocessing.get_context("spawn").Pool(workers, maxtasksperchild=1) as pool:
@@ -70,23 +83,19 @@ def warm(numbers: list[int], end: float) -> dict[tuple[int, int], str]:
                 number, said, rest = job.get()
                 failed |= {(number, rank): text for rank, text in said.items() if text}
                 left -= {(number, rank) for rank in said}
-                waiting += [pool.apply_async(check_some, (number, rest))] if rest else []
+                waiting += [pool.apply_async(check_some, (settings, number, rest))] if rest else []
             time.sleep(0.05)
         pool.terminate()
     return failed | dict.fromkeys(left, "not compiled and checked in time")
 
 
-def some_ranks(number: int, first: int) -> list[int]:
-    return list(range(len(CASES[number].settings)))[first : first + AT_ONCE]
-
-
-def check_some(number: int, ranks: list[int]) -> tuple[int, dict[int, str], list[int]]:
+def check_some(settings: str, number: int, ranks: list[int]) -> tuple[int, dict[int, str], list[int]]:
     """In a worker: a launch of each, checked; the binaries stay in the cache on disk.
 
     Returns the case, what is wrong with each setting ("" if nothing), and those that are left after an end of context.
     """
     torch.set_num_threads(1)
-    case, said = CASES[number], {}
+    case, said = cases_of(settings)[number], {}
     for place, rank in enumerate(ranks):
         try:
             torch.manual_seed(0)

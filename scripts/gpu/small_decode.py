@@ -2,7 +2,7 @@
 
     compute-sanitizer --tool memcheck python3 -m scripts.gpu.small_decode [PART ...]     (racecheck ...)
 
-Parts: attention, depth_mix, router, picks, copies_and_sampling, kda, kda_prefill, routed_experts; without a name all.
+Parts: attention, depth_mix, router, picks, forms, copies_and_sampling, kda, kda_prefill, routed_experts; unnamed: all.
 Shapes have a tail of every kind: a page in part, a split without keys, a window, rows past a block.
 """
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -76,6 +77,17 @@ def picks(device: str) -> Iterator[Pair]:
     yield "their weights", weights, exact
 
 
+def forms(device: str) -> Iterator[Pair]:
+    """Depth mix in a cluster, and picks by hand: forms that may be off."""
+    shapes = [attnres.Cluster(*shape) for shape in ((8, 4), (8, 2), (16, 2))]
+    for patched, name, some in [(attnres, "CLUSTER", one) for one in shapes] + [
+        (fast_route, "GROUPS", fast_route.Groups(wide)) for wide in (4, 8)
+    ]:
+        with mock.patch.object(patched, name, some):
+            for found, got, exact in (depth_mix if name == "CLUSTER" else picks)(device):
+                yield f"{found}, {some}", got, exact
+
+
 def copies_and_sampling(device: str) -> Iterator[Pair]:
     kv, rows = torch.zeros(5, 64, 2, 576, device=device).bfloat16(), torch.randn(3, 576, device=device).bfloat16()
     places = tuple(torch.tensor(some, device=device) for some in ([1, 4, 2], [0, 63, 5]))
@@ -90,7 +102,7 @@ def copies_and_sampling(device: str) -> Iterator[Pair]:
 
 def main(wanted: list[str], device: str = "cuda") -> None:
     torch.manual_seed(0)
-    parts = (attention, depth_mix, router, picks, copies_and_sampling, kda, kda_prefill, routed_experts)
+    parts = (attention, depth_mix, router, picks, forms, copies_and_sampling, kda, kda_prefill, routed_experts)
     for part in (part for part in parts if part.__name__ in (wanted or [part.__name__])):
         for name, got, exact in part(device):
             error = gap(got, exact)

@@ -101,6 +101,16 @@ def where(condition: Any, a: Any, b: Any) -> Tensor:
     return torch.where(torch.as_tensor(condition), *(torch.as_tensor(x, dtype=kind) for x in (a, b)))
 
 
+def maximum(a: Tensor, b: Any) -> Tensor:
+    return torch.maximum(a, torch.as_tensor(b, dtype=a.dtype))
+
+
+def add(at: Pointer, values: Tensor, mask: Tensor) -> None:
+    """Atomic: places may repeat."""
+    places, live, values = torch.broadcast_tensors(at.places, mask, values)
+    at.flat.index_add_(0, places[live], values[live].to(at.flat.dtype))
+
+
 def wait(_: int, deps: list[Tensor]) -> Any:
     return deps[0] if len(deps) == 1 else tuple(deps)
 
@@ -127,6 +137,21 @@ def nothing(*_: Any, **__: Any) -> None:
     return None
 
 
+def inline(text: str, _: str, inputs: list[Tensor], dtype: torch.dtype, **__: Any) -> Tensor:
+    """What the PTX of the depth mix and of routing means: [programs, warps, lanes] or [groups, lanes], 32 lanes."""
+    x = inputs[0]
+    if found := re.search(r"shfl\.sync\.(bfly|idx)\.b32 \$0, \$1, (\d+)", text):
+        lane, step = torch.arange(32), int(found[2])
+        return x[..., lane ^ step if found[1] == "bfly" else torch.full_like(lane, step)]
+    if "vote.sync.ballot" in text:
+        return ((x != 0).long() << torch.arange(32)).sum(-1, keepdim=True).expand(x.shape)
+    if "mbarrier.init" in text:
+        return torch.zeros(x.shape, dtype=dtype)
+    if "[bell+8]" in text:  # a number a warp
+        assert torch.equal(x, x[..., :1].expand(x.shape))
+    return x.sum((0, 1), keepdim=True).expand(x.shape)
+
+
 def jit(function: Any = None, **_: Any) -> Any:
     return function if function is not None else jit
 
@@ -146,6 +171,8 @@ def language(program: list[int], programs: list[int]) -> SimpleNamespace:
         "fma": lambda a, b, c: a * b + c,
         # as the card has it: what would be denormal is 0
         "exp2": lambda x: torch.where(x < -126, 0.0, torch.exp2(x)),
+        "inline_asm_elementwise": inline, "expand_dims": torch.unsqueeze, "maximum": maximum, "rsqrt": torch.rsqrt,
+        "max": torch.amax, "min": torch.amin, "cast": lambda x, kind, bitcast: x.view(kind), "atomic_add": add,
         "reduce": lambda values, axis, _: tuple(x.sum(axis) for x in values),
     }  # fmt: skip
     return SimpleNamespace(**found)
@@ -158,8 +185,11 @@ def kernels(file: Path) -> dict[str, Any]:
     copies = SimpleNamespace(async_copy_global_to_shared=copy_pointers, commit_group=nothing, wait_group=nothing)
     bells = SimpleNamespace(init=nothing, expect=nothing, wait=nothing, MBarrierLayout=nothing)
     space = {
-        "gl": language(program, programs), "gluon": SimpleNamespace(jit=jit), "async_copy": copies, "mbarrier": bells,
-        "tma": SimpleNamespace(async_copy_global_to_shared=copy_rows), "fence_async_shared": nothing,
+        "gl": language(program, programs), "gluon": SimpleNamespace(jit=jit, constexpr_function=jit),
+        "async_copy": copies, "mbarrier": bells,
+        "tma": SimpleNamespace(async_copy_global_to_shared=copy_rows),
+        "fence_async_shared": nothing,
+        "gdc_wait": nothing, "gdc_launch_dependents": nothing,
         "range": lambda *ends: map(torch.tensor, range(*ends)),
         "mma_v2": multiply, "warpgroup_mma": multiply, "warpgroup_mma_wait": wait,
     }  # fmt: skip

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from baltoro.errors import ShapeError
 from baltoro.kernels.attnres import fused, reference
-from baltoro.kernels.device import has_dependent_launch
+from baltoro.kernels.device import HOPPER, has_dependent_launch, machine
 from baltoro.kernels.precision import wants_gradient
 
 
@@ -40,6 +40,22 @@ FEW_TOKENS = 64
 SHARE_BLOCK = 512
 """Channels of a program then: 14 programs a row at K3's width. The fewer, the less the second launch has to add up."""
 SHARE_WARPS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """How a Hopper cluster shares a row out, in one launch (`cluster_kernels.py`): channels are cut over both."""
+
+    programs: int = 8  # as many as any card has room for; 16 need one that allows it
+    warps: int = 4
+
+
+CLUSTER: Cluster | None = None
+"""None: two launches. To be set by scripts/gpu/lab_small.py."""
+CLUSTER_TOKENS = 8
+"""Up to here, where it is used at all; with more, both launches of the other form are full."""
+CLUSTER_WIDTHS = (1, 16)
+"""Channels of a source that a thread may keep, in registers."""
 
 
 def mix(sources: Tensor, query: Tensor, eps: float) -> Tensor:
@@ -150,6 +166,8 @@ def _read(
     out = torch.empty(bank.shape[1:], dtype=bank.dtype, device=bank.device)
     is_few = bank.shape[1] <= FEW_TOKENS and count <= MAX_SOURCES
     launch = _read_shared if is_few else _read_whole
+    if is_few and len(out) <= CLUSTER_TOKENS and _thread_width(out):
+        launch = _read_clustered
     if len(out):
         launch(rows, query, gain, (total, out), (eps, norm_eps))
     return total, out
@@ -206,6 +224,38 @@ def _read_shared(
     blend_kernel[(blocks, tokens)](
         *rows, gain, products, dots, out, *strides, *eps,
         BLOCKS=blocks, BLOCK_B=triton.next_power_of_2(blocks), HAS_NORM=gain is not None, **cut, **launch,
+    )  # fmt: skip
+
+
+def _thread_width(out: Tensor) -> int:
+    """Channels of a thread of CLUSTER; 0 where that form is off or does not fit."""
+    if CLUSTER is None or machine(out.device.type, out.device.index or 0).capability not in HOPPER:
+        return 0
+    wide = (1 << (out.shape[1] - 1).bit_length()) // (32 * CLUSTER.programs * CLUSTER.warps)
+    return wide if CLUSTER_WIDTHS[0] <= wide <= CLUSTER_WIDTHS[1] else 0
+
+
+def _read_clustered(
+    rows: tuple[Tensor, Tensor | None, Tensor | None],
+    query: Tensor,
+    gain: Tensor | None,
+    results: tuple[Tensor | None, Tensor],
+    eps: tuple[float, float],
+) -> None:
+    """A cluster of programs a token, in one launch."""
+    from baltoro.kernels.attnres.cluster_kernels import cluster_mix_kernel, row_layout
+    from baltoro.kernels.attnres.cluster_text import lane_sums, opening, warp_sums
+
+    assert CLUSTER is not None
+    (bank, prefix, update), (programs, warps) = rows, (CLUSTER.programs, CLUSTER.warps)
+    num, tokens, width = bank.shape
+    wide = _thread_width(results[1])
+    cluster_mix_kernel[(tokens,)](
+        *rows, query, gain, *results, bank.stride(0), bank.stride(1), *eps,
+        L=num, D=width, PROGRAMS=programs, WARPS=warps, WIDE=wide, ROW=row_layout(programs, warps, wide),
+        OPENING=opening(programs, warps), LANE_SUMS=lane_sums(programs, warps), WARP_SUMS=warp_sums(programs, warps),
+        HAS_PREFIX=prefix is not None, HAS_UPDATE=update is not None, HAS_NORM=gain is not None, PDL=True,
+        num_warps=warps, num_ctas=programs, launch_pdl=True,
     )  # fmt: skip
 
 

@@ -6,17 +6,31 @@ the reference. Source: spec/k3.md 3.7, spec/kernels.md E.3.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from baltoro.kernels.device import has_dependent_launch
+from baltoro.kernels.device import HOPPER, has_dependent_launch, machine
 from baltoro.kernels.moe import reference
 
 # Experts of one group: 4 a lane of a warp, what one load of 16 bytes brings.
 WIDTH = 128
 MAX_WARPS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """Of the Hopper form (`gluon_route.py`): experts a thread, a warp has 32 as many; more are fewer candidates."""
+
+    wide: int = 8
+
+
+GROUPS: Groups | None = None
+"""None: the Triton form everywhere. To be set by scripts/gpu/lab_small.py."""
+SLOTS = 16
+"""Of a group in the Hopper form, which takes more than half as many picks, and from 2 to 16 groups."""
 
 
 def route(
@@ -58,6 +72,9 @@ def select(
     num_tokens, num_experts = logits.shape
     ids = torch.empty(num_tokens, top_k, dtype=torch.int64, device=logits.device)
     weights = torch.empty(num_tokens, top_k, dtype=torch.float32, device=logits.device)
+    if num_tokens and activation == "sigmoid" and _groups(logits, top_k):
+        _select_on_hopper(logits, bias, counts, ids, weights, **options)
+        return ids, weights
     width = max(WIDTH, next_power_of_2(top_k))
     groups = next_power_of_2(cdiv(num_experts, width))
     is_dependent = has_dependent_launch(logits)
@@ -73,6 +90,7 @@ def select(
             float(options["scaling"]),
             TOP=top_k,
             TOP_BLOCK=next_power_of_2(top_k),
+            SLOTS=max(32, next_power_of_2(top_k)),
             GROUPS=groups,
             WIDTH=width,
             IS_SIGMOID=activation == "sigmoid",
@@ -83,3 +101,30 @@ def select(
             **launch,
         )
     return ids, weights
+
+
+def _groups(logits: Tensor, top_k: int) -> int:
+    """Groups of the Hopper form; 0 where it is off or does not fit."""
+    if GROUPS is None or machine(logits.device.type, logits.device.index or 0).capability not in HOPPER:
+        return 0
+    groups = 1 << (-(-logits.shape[1] // (32 * GROUPS.wide)) - 1).bit_length()
+    return groups if 2 <= groups <= 16 and SLOTS < 2 * top_k <= 2 * SLOTS else 0
+
+
+def _select_on_hopper(
+    logits: Tensor, bias: Tensor, counts: Tensor | None, ids: Tensor, weights: Tensor, **options: Any
+) -> None:
+    """`select` into ids and weights."""
+    from baltoro.kernels.moe import gluon_route
+
+    assert GROUPS is not None
+    (num_tokens, num_experts), top_k = logits.shape, ids.shape[1]
+    groups = _groups(logits, top_k)
+    experts, pairs = gluon_route.layouts(groups, SLOTS, GROUPS.wide)
+    gluon_route.select_kernel[(num_tokens,)](
+        logits.contiguous(), bias.float().contiguous(), ids, weights, ids if counts is None else counts,
+        num_experts, float(options["scaling"]),
+        TOP=top_k, SLOTS=SLOTS, GROUPS=groups, WIDE=GROUPS.wide, EXPERTS=experts, PAIRS=pairs,
+        IS_RENORMALISED=bool(options["is_renormalised"]) and top_k > 1, HAS_COUNTS=counts is not None, PDL=True,
+        num_warps=groups, launch_pdl=True,
+    )  # fmt: skip

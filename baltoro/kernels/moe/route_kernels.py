@@ -13,7 +13,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 @triton.jit
 def select(
     logits, bias, ids, weights, counts, num_experts, scaling,
-    TOP: tl.constexpr, TOP_BLOCK: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr,
+    TOP: tl.constexpr, TOP_BLOCK: tl.constexpr, SLOTS: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr,
     IS_SIGMOID: tl.constexpr, IS_RENORMALISED: tl.constexpr, HAS_COUNTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """logits fp32 [T, E], bias fp32 [E] -> ids int64 [T, A], weights fp32 [T, A]; adds to counts int32 [E]."""
@@ -36,20 +36,21 @@ def select(
         score = tl.exp(logit - peak) / total
     order = tl.where(is_real, ordered(score + shift), 0)  # 0 is below the key of -inf
 
-    # slot j of a group, kept in lane j: its j-th best; among equals the lowest expert
-    best = tl.zeros([GROUPS, WIDTH], tl.uint32)
-    place = tl.zeros([GROUPS, WIDTH], tl.int32)
+    # slot j of a group, kept in thread j of its warp: its j-th best; among equals the lowest expert
+    kept = tl.arange(0, SLOTS)[None, :]
+    best = tl.zeros([GROUPS, SLOTS], tl.uint32)
+    place = tl.zeros([GROUPS, SLOTS], tl.int32)
     for j in tl.static_range(TOP):
         top = tl.max(order, 1)
         at = tl.min(tl.where(order == top[:, None], lane[None, :], WIDTH), 1)
-        best = tl.where(lane[None, :] == j, top[:, None], best)
-        place = tl.where(lane[None, :] == j, at[:, None], place)
+        best = tl.where(kept == j, top[:, None], best)
+        place = tl.where(kept == j, at[:, None], place)
         order = tl.where(lane[None, :] == at[:, None], 0, order)
 
     slot = tl.zeros([GROUPS, TOP_BLOCK], tl.int32) + tl.arange(0, TOP_BLOCK)[None, :]
     key = tl.reshape(tl.gather(best, slot, 1), [GROUPS * TOP_BLOCK])
     chosen = tl.reshape(tl.gather(place, slot, 1) + group[:, None] * WIDTH, [GROUPS * TOP_BLOCK])
-    rank = ranks(key, chosen)
+    rank = ranks(key, GROUPS * TOP_BLOCK)
     is_taken = rank < TOP
     picked = tl.load(row + chosen, mask=is_taken, other=0.0)
     if IS_SIGMOID:
@@ -74,10 +75,13 @@ def ordered(key):
 
 
 @triton.jit
-def ranks(key, expert):
-    """How many candidates are better than each: a larger key, or an equal one of a lower expert.
+def ranks(key, NUM: tl.constexpr):
+    """How many candidates are better than each: a larger key, or an equal one in front of it, which is a lower expert.
 
-    Slots that no expert filled have key 0 and come last.
+    Slots that no expert filled have key 0 and come last. Sums go down a column, which a thread has to itself: along a
+    row they took a warp-wide sum for each candidate.
     """
-    is_better = (key[None, :] > key[:, None]) | ((key[None, :] == key[:, None]) & (expert[None, :] < expert[:, None]))
-    return tl.sum(is_better.to(tl.int32), 1)
+    place = tl.arange(0, NUM)
+    is_before = place[:, None] < place[None, :]
+    is_better = (key[:, None] > key[None, :]) | ((key[:, None] == key[None, :]) & is_before)
+    return tl.sum(is_better.to(tl.int32), 0)
