@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 from hypothesis import given
@@ -9,7 +11,15 @@ from hypothesis import strategies as st
 
 from baltoro.kernels.moe.permute import permute_experts
 from baltoro.kernels.moe.products import ExpertWeights, Packed
-from baltoro.kernels.moe.tile_layout import padded, permute_matrix, unpermute_matrix, unweave, weave
+from baltoro.kernels.moe.tile_layout import (
+    SHARED,
+    TURNS,
+    padded,
+    permute_matrix,
+    unpermute_matrix,
+    unweave,
+    weave,
+)
 from baltoro.kernels.moe.tiles import tile_table
 from baltoro.kernels.quant.mxfp4 import dequantise, pack
 
@@ -34,16 +44,18 @@ def test_a_matrix_comes_back_from_its_tiles(rows: int, blocks: int) -> None:
     assert torch.equal(back, packed) and torch.equal(scale_back, scale)
 
 
-def test_a_shift_and_a_mask_make_two_numbers_of_bf16() -> None:
+def test_a_turn_and_a_mask_make_two_numbers_of_bf16() -> None:
     codes = torch.arange(32, dtype=torch.uint8).remainder(16)[None]
     expected = dequantise(pack(codes), torch.full((1, 1), 127, dtype=torch.uint8), torch.float32)[0]
     words = weave(codes).view(torch.int32)[0].long() & 0xFFFFFFFF
-    pairs = [words & 0x81C081C0, words << 3 & 0x81C081C0, words << 6 & 0x81C081C0]
-    pairs.append(words << 1 & 0x80008000 | words >> 3 & 0x01800180 | words >> 7 & 0x00400040)
-    for pair, bits in enumerate(pairs):
+    one, two = words[::2], words[1::2]
+    shared = one & SHARED | two & ~SHARED
+    for word, pair in product(range(2), range(4)):
+        source, turn = shared if pair == 3 else (one, two)[word], TURNS[word][pair]
+        bits = (source >> turn | source << 32 - turn) & 0x81C081C0
         for lane in range(2):
             number = (bits >> 16 * lane & 0xFFFF).to(torch.uint16).view(torch.bfloat16).double() * 2.0**126
-            column = pair // 2 * 16 + pair % 2 * 2 + lane + 4 * torch.arange(4)
+            column = pair // 2 * 16 + pair % 2 * 2 + lane + 4 * (2 * torch.arange(2) + word)
             assert torch.equal(number.float(), expected[column])
 
 

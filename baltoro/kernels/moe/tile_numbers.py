@@ -8,54 +8,90 @@ import triton.language as tl
 
 
 @triton.jit
-def numbers(words, factor, INTERPRET: tl.constexpr):
-    """Woven words int32 [rows, 16], factors of that shape (bits of bf16, in both halves of an int32)
-    -> first and second halves of the blocks, each [rows, 64]: bf16; under the interpreter, which multiplies the bit
-    patterns of bf16, fp32. A word stays within an element, whatever order a layout gives the registers.
-    """
-    if INTERPRET:
-        bits = words.to(tl.uint32, bitcast=True)
-        late = ((bits << 1) & 0x80008000) | ((bits >> 3) & 0x01800180) | ((bits >> 7) & 0x00400040)
-        b01, b23, b45 = bits & 0x81C081C0, (bits << 3) & 0x81C081C0, (bits << 6) & 0x81C081C0
-        power = (factor << 16).to(tl.float32, bitcast=True)
-        b0, b1, b2, b3 = exact(b01 << 16), exact(b01), exact(b23 << 16), exact(b23)
-        b4, b5, b6, b7 = exact(b45 << 16), exact(b45), exact(late << 16), exact(late)
-        b0, b1, b2, b3, b4, b5, b6, b7 = (
-            b0 * power, b1 * power, b2 * power, b3 * power, b4 * power, b5 * power, b6 * power, b7 * power
-        )  # fmt: skip
+def turned_right(words, NUM: tl.constexpr):
+    """uint32 turned by NUM bits, above 16 what goes round is lost: no mask of `numbers` takes it."""
+    if NUM == 0:
+        out = words
+    elif NUM > 16:
+        out = words << (32 - NUM)
     else:
-        b0, b1, b2, b3, b4, b5, b6, b7 = tl.inline_asm_elementwise(
+        out = (words >> NUM) | (words << (32 - NUM))
+    return out
+
+
+@triton.jit
+def pair(words, power, NUM: tl.constexpr):
+    """Both numbers of a pair, as `numbers` under the interpreter."""
+    bits = turned_right(words, NUM) & 0x81C081C0
+    return exact(bits << 16) * power, exact(bits) * power
+
+
+@triton.jit
+def numbers(words, factor, INTERPRET: tl.constexpr):
+    """Woven words int32 [rows, 16], factors [rows, 8] (bits of bf16, in both halves of an int32), one for two words
+    -> first and second halves of the blocks, each [rows, 64]: bf16; under the interpreter, which multiplies the bit
+    patterns of bf16, fp32. Two words are two elements, whatever order a layout gives the registers.
+    """
+    rows: tl.constexpr = words.shape[0]
+    one, two = tl.split(tl.reshape(words, [rows, 8, 2]))
+    if INTERPRET:
+        one, two = one.to(tl.uint32, bitcast=True), two.to(tl.uint32, bitcast=True)
+        shared = (one & 0x60306030) | (two & 0x9FCF9FCF)
+        power = (factor << 16).to(tl.float32, bitcast=True)
+        a0, a1 = pair(one, power, 0)
+        a2, a3 = pair(one, power, 4)
+        a4, a5 = pair(one, power, 26)
+        a6, a7 = pair(shared, power, 6)
+        b0, b1 = pair(two, power, 2)
+        b2, b3 = pair(two, power, 8)
+        b4, b5 = pair(two, power, 30)
+        b6, b7 = pair(shared, power, 28)
+    else:
+        a0, a1, a2, a3, a4, a5, a6, a7, b0, b1, b2, b3, b4, b5, b6, b7 = tl.inline_asm_elementwise(
             """
             {
-            .reg .b32 p, t, u;
-            and.b32 p, $8, 0x81C081C0;
-            mul.bf16x2 p, p, $9;
+            .reg .b32 p, s;
+            and.b32 p, $16, 0x81C081C0;
+            mul.bf16x2 p, p, $18;
             mov.b32 {$0, $1}, p;
-            shl.b32 p, $8, 3;
+            shf.r.wrap.b32 p, $16, $16, 4;
             and.b32 p, p, 0x81C081C0;
-            mul.bf16x2 p, p, $9;
+            mul.bf16x2 p, p, $18;
             mov.b32 {$2, $3}, p;
-            shl.b32 p, $8, 6;
+            shl.b32 p, $16, 6;
             and.b32 p, p, 0x81C081C0;
-            mul.bf16x2 p, p, $9;
+            mul.bf16x2 p, p, $18;
             mov.b32 {$4, $5}, p;
-            shl.b32 p, $8, 1;
-            and.b32 p, p, 0x80008000;
-            shr.u32 t, $8, 3;
-            and.b32 t, t, 0x01800180;
-            shr.u32 u, $8, 7;
-            and.b32 u, u, 0x00400040;
-            or.b32 p, p, t;
-            or.b32 p, p, u;
-            mul.bf16x2 p, p, $9;
+            lop3.b32 s, $16, $17, 0x60306030, 0xE4;
+            shf.r.wrap.b32 p, s, s, 6;
+            and.b32 p, p, 0x81C081C0;
+            mul.bf16x2 p, p, $18;
             mov.b32 {$6, $7}, p;
+            shf.r.wrap.b32 p, $17, $17, 2;
+            and.b32 p, p, 0x81C081C0;
+            mul.bf16x2 p, p, $18;
+            mov.b32 {$8, $9}, p;
+            shf.r.wrap.b32 p, $17, $17, 8;
+            and.b32 p, p, 0x81C081C0;
+            mul.bf16x2 p, p, $18;
+            mov.b32 {$10, $11}, p;
+            shl.b32 p, $17, 2;
+            and.b32 p, p, 0x81C081C0;
+            mul.bf16x2 p, p, $18;
+            mov.b32 {$12, $13}, p;
+            shl.b32 p, s, 4;
+            and.b32 p, p, 0x81C081C0;
+            mul.bf16x2 p, p, $18;
+            mov.b32 {$14, $15}, p;
             }
             """,
-            "=&h,=&h,=&h,=&h,=&h,=&h,=&h,=&h,r,r", [words, factor], dtype=(tl.bfloat16,) * 8, is_pure=True, pack=1,
+            "=&h,=&h,=&h,=&h,=&h,=&h,=&h,=&h,=&h,=&h,=&h,=&h,=&h,=&h,=&h,=&h,r,r,r", [one, two, factor],
+            dtype=(tl.bfloat16,) * 16, is_pure=True, pack=1,
         )  # fmt: skip
-    rows: tl.constexpr = words.shape[0]
-    first = tl.reshape(tl.join(tl.join(b0, b2), tl.join(b1, b3)), [rows, 64])
-    return first, tl.reshape(tl.join(tl.join(b4, b6), tl.join(b5, b7)), [rows, 64])
+    # [rows, 8, word of two, pair, lane]
+    first = tl.join(tl.join(tl.join(a0, b0), tl.join(a2, b2)), tl.join(tl.join(a1, b1), tl.join(a3, b3)))
+    second = tl.join(tl.join(tl.join(a4, b4), tl.join(a6, b6)), tl.join(tl.join(a5, b5), tl.join(a7, b7)))
+    return tl.reshape(first, [rows, 64]), tl.reshape(second, [rows, 64])
 
 
 @triton.jit
@@ -75,8 +111,8 @@ def factors(scale, BLOCK: tl.constexpr, WIDE: tl.constexpr):
     else:
         byte = scale[:, None] >> (8 * tl.arange(0, 4))[None, :] & 255
     factor = tl.minimum(byte + 94, 255) << 7
-    factor = tl.broadcast_to((factor | factor << 16)[:, :, None], [BLOCK, 4, 4])
-    return tl.reshape(factor, [BLOCK, 16])
+    factor = tl.broadcast_to((factor | factor << 16)[:, :, None], [BLOCK, 4, 2])
+    return tl.reshape(factor, [BLOCK, 8])
 
 
 @triton.jit
