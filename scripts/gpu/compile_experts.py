@@ -22,14 +22,16 @@ from typing import Any
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
 
-from baltoro.kernels.moe import tile_experts, tile_kernels, tile_moves
+from baltoro.kernels.moe import gluon_groups, tile_experts, tile_kernels, tile_moves
 from baltoro.kernels.moe.tile_experts import Plan, Tile
 from baltoro.kernels.moe.tile_layout import ROW_UNIT, UNIT, padded
 from scripts.gpu.compile_kda import resources
 
 HOPPER = GPUTarget("cuda", 90, 32)
 SHARED_LIMIT = 232448
+BOXES = "tensordesc<bf16[{}, 64],NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)>"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +51,30 @@ SIZES = (
 )  # fmt: skip
 
 
+def piped_source(tile: Tile, is_first: bool, sizes: Sizes = SIZES[0]) -> ASTSource:
+    """As `gluon_launch` launches it."""
+    kernel: Any = gluon_groups.grouped_kernel
+    constants: dict[str, Any] = {
+        "N1": tile.rows, "N2": tile.more, "BLOCK": tile.block, "WARPS": tile.warps, "STAGES": tile.stages,
+        "KIND": 1 if is_first else 0, "IS_FIRST": is_first, "IS_ORDERED": is_first,
+    }  # fmt: skip
+    types = {"x1": BOXES.format(tile.rows), "x2": BOXES.format(tile.more or tile.rows), "order_ptr": "*i64"}
+    types |= {"table_ptr": "*i32", "packed_ptr": "*i32", "scales_ptr": "*u8", "out_ptr": "*bf16"}
+    types |= dict.fromkeys(("beta", "linear_beta"), "fp32")
+    columns, rows = (sizes.width, 2 * padded(sizes.inner)) if is_first else (sizes.inner, padded(sizes.width, ROW_UNIT))
+    values = {
+        "num_experts": sizes.experts, "num_units": padded(columns) // UNIT, "num_row_tiles": rows // 8,
+        "width": padded(sizes.inner) if is_first else sizes.width,
+    }  # fmt: skip
+    return _source(kernel, types, constants, values)
+
+
 def source(
     tile: Tile, is_first: bool, is_pairs: bool, dtype: str, *, is_rounded: bool = False, sizes: Sizes = SIZES[0]
 ) -> ASTSource:
     """As `tile_experts` launches it: sizes of 1 are constants, what 16 divides is said to be so."""
+    if tile.piped and not is_pairs:
+        return piped_source(tile, is_first, sizes)
     seconds: tuple[Any, Any] = tile_kernels.second_of_groups, tile_kernels.second_of_pairs
     kernel: Any = tile_kernels.first_product if is_first else seconds[is_pairs]
     is_arranged = tile.is_arranged and not is_pairs
@@ -89,7 +111,8 @@ def _source(kernel: Any, types: dict[str, str], constants: dict[str, Any], value
     constants = constants | {n: 1 for n, value in values.items() if value == 1 and n in kernel.arg_names}
     signature = {n: "constexpr" if n in constants else types.get(n, "i32") for n in kernel.arg_names}
     aligned = [i for i, (n, kind) in enumerate(signature.items()) if kind[0] == "*" or values.get(n, 1) % 16 == 0]
-    return ASTSource(kernel, signature, constants, {(i,): [["tt.divisibility", 16]] for i in aligned})
+    form = GluonASTSource if kernel.is_gluon() else ASTSource
+    return form(kernel, signature, constants, {(i,): [["tt.divisibility", 16]] for i in aligned})
 
 
 def moves(sizes: Sizes, dtype: str) -> Iterator[tuple[str, ASTSource]]:

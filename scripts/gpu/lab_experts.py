@@ -22,7 +22,7 @@ from torch import Tensor
 
 from baltoro.bench.kernels.moe import INNER, LATENT, PACKED_BYTES, RESIDENT, SITU, resident_experts
 from baltoro.bench.kernels.timing import Ceilings, ceilings, graph_us
-from baltoro.kernels.moe import tile_experts
+from baltoro.kernels.moe import gluon_launch, tile_experts
 from baltoro.kernels.moe.experts import grouped
 from baltoro.kernels.moe.permute import permute_experts
 from baltoro.kernels.moe.products import TiledExperts
@@ -70,7 +70,8 @@ def compile_one(name: str, plan: Plan | None) -> str:
         if plan is not None:
             product(experts, c, plan)
         else:
-            product(experts, c, configured(c), is_w4a8=True)
+            for one in (configured(c), VARIANTS[name][0]):
+                product(experts, c, one, is_w4a8=True)
             if name in EXACT_CASES:
                 product(experts, as_float32(c), tile_experts.EXACT)
         torch.cuda.synchronize()
@@ -94,11 +95,15 @@ def products(experts: TiledExperts, c: Case, plan: Plan) -> tuple[Callable[[], o
     counters = torch.zeros(len(c.ids), 1024, dtype=torch.int32, device=c.z.device)
 
     def first() -> object:
+        if plan.first.piped:
+            return gluon_launch.first(x, table, order, experts, ACTIVATION, plan.first, is_ordered=True)
         return tile_experts.first(x, table, c.ids, order, experts, ACTIVATION, plan, grid, inputs, is_pairs=c.is_pairs)
 
     def second() -> object:
         if c.is_pairs:  # its counters go on: nothing is added up
             return tile_experts.second_of_pairs(hidden, c.ids, c.shares, counters, experts, plan.second, c.z.dtype)
+        if plan.second.piped:
+            return gluon_launch.second(hidden, table, order, experts, plan.second)
         return tile_experts.second_of_groups(hidden, table, order, experts, plan.second)
 
     return first, second
@@ -135,9 +140,10 @@ def checks(experts: TiledExperts, cases: dict[str, Case]) -> None:
     say(f"MXFP8 rounding: {'equal' if torch.equal(got, same) else f'off by {gap(got, same.double()):.1e}'}")
     for c in cases.values():
         if c.exact is not None:
-            poison(DEVICE)
-            out = product(experts, c, configured(c), is_w4a8=True)[:CHECKED]
-            say(f"W4A8, {c.name}: error {gap(out, c.exact):.2e}")
+            for plan in dict.fromkeys((configured(c), VARIANTS[c.name][0])):
+                poison(DEVICE)
+                out = product(experts, c, plan, is_w4a8=True)[:CHECKED]
+                say(f"W4A8, {c.name}, {short(plan)}: error {gap(out, c.exact):.2e}")
             if c.name in EXACT_CASES:
                 out = product(experts, as_float32(c), tile_experts.EXACT)
                 say(f"float32, {c.name}: error {gap(out, c.exact):.2e}")

@@ -47,9 +47,22 @@ VARIANTS: dict[str, tuple[Plan, ...]] = {
         Plan(replace(PAIR, spread=True, signal=4), LAST),
         Plan(replace(PAIR, spread=True, stages=4), replace(LAST, stages=4)),
     ),
-    "512 rows": (both(Tile(8, 0, 128, 2, 4)), both(Tile(8, 0, 128, 2, 3)), both(Tile(8, 0, 64, 1, 3, spread=True))),
+    "512 rows": (
+        both(Tile(8, 0, 128, 2, 4)), both(Tile(8, 0, 128, 2, 3)), both(Tile(8, 0, 64, 1, 3, spread=True)),
+        both(Tile(8, 0, 128, 2, 3, fetch=0)), both(Tile(8, 0, 128, 2, 3, spread=True)),
+        Plan(Tile(8, 0, 128, 2, 4), Tile(8, 0, 128, 2, 3, fetch=0)), both(Tile(8, 0, 128, 4, 3)),
+        both(Tile(8, 0, 128, 2, 5)),
+    ),
     "16352 rows": (
-        both(MANY), both(Tile(64, 32, 128, 8, 3, 128)), both(Tile(128, 32, 128, 8, 3)), both(replace(MANY, stages=4)),
+        both(replace(MANY, piped=True)),
+        both(Tile(128, 32, 128, 8, 3, piped=True)),
+        both(MANY),
+        both(Tile(64, 32, 128, 8, 3, 128, piped=True)),
+        both(Tile(128, 32, 128, 8, 4, piped=True)),
+        both(replace(MANY, piped=True, stages=4)),
+        both(Tile(128, 0, 128, 8, 3, piped=True)),
+        both(Tile(64, 16, 128, 8, 2, 128, piped=True)),
+        both(Tile(64, 32, 128, 8, 3, 128)),
     ),
     "64 pairs": (Plan(replace(PAIR, spread=True), LAST),),
     "64 rows": (both(Tile(8, 0, 128, 2, 4)), both(Tile(8, 0, 128, 2, 3))),
@@ -64,6 +77,7 @@ def short(plan: Plan) -> str:
         word += f" r{tile.registers}" if tile.registers else ""
         word += f" k{tile.split}" if tile.split > 1 else ""
         word += " spread" * tile.spread + (f" after {tile.signal}/8" if tile.signal else "")
+        word += " piped" * tile.piped
         words.append(word + (" here" if tile.in_place else ""))
     same = words[0] == words[1]
     return f"({words[0] if same else ' | '.join(words)}, fetch {plan.second.fetch})"

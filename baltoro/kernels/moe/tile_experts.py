@@ -20,8 +20,10 @@ from torch import Tensor
 
 from baltoro.errors import InvariantError
 from baltoro.kernels.device import has_dependent_launch
+from baltoro.kernels.moe import gluon_launch
 from baltoro.kernels.moe.products import TiledExperts
 from baltoro.kernels.moe.tile_layout import ROW_UNIT, UNIT, padded
+from baltoro.kernels.moe.tile_order import arranged, combine, grouped
 from baltoro.kernels.quant.mxfp4 import BLOCK
 
 
@@ -35,6 +37,7 @@ class Tile:
     spread      programs begin with different columns
     signal      eighths of its columns that each program of the first product has gone over before programs of the
                 second may start: what these ask for too early has left the second cache when they need it
+    piped       grouped, by wgmma: the form in Gluon, which converts while it multiplies (gluon_groups.py)
     in_place    wgmma's inputs are loaded where they lie, four bytes at a time, not put in order by another launch
     """
 
@@ -49,6 +52,7 @@ class Tile:
     in_place: bool = False
     spread: bool = False
     signal: int = 0
+    piped: bool = False
 
     @property
     def wide(self) -> int:
@@ -137,6 +141,11 @@ def run(
         x = arrange(z, order, 2, experts.width, is_rounded=fake_activations)
     elif fake_activations:
         x = arrange(z, None, BLOCK, experts.width, is_rounded=True)
+    if plan.first.piped and not is_pairs:
+        inner = gluon_launch.first(x, table, order, experts, activation, plan.first, is_ordered=not fake_activations)
+        if fake_activations:
+            inner = arrange(inner, None, 2, inner.shape[1], is_rounded=True)
+        return combine(gluon_launch.second(inner, table, order, experts, plan.second), weights, z)
     inputs, grid = Inputs(is_arranged, is_rounded), ids.numel() if is_pairs else table.shape[1]
     hidden, counters = first(x, table, ids, order, experts, activation, plan, grid, inputs, is_pairs=is_pairs)
     is_arranged, is_rounded = plan.second.is_arranged and not is_pairs, fake_activations and not is_rounded
@@ -146,42 +155,6 @@ def run(
         return second_of_pairs(hidden, ids, weights, counters, experts, plan.second, z.dtype)
     parts = second_of_groups(hidden, table, order, experts, plan.second)
     return combine(parts, weights, z)
-
-
-def grouped(ids: Tensor, num_experts: int, rows: int) -> tuple[Tensor, Tensor]:
-    """`tiles.tile_table` in two launches: order int64 [pairs], table int32 [3, tiles]."""
-    from triton import cdiv, next_power_of_2
-
-    from baltoro.kernels.moe import tile_moves
-
-    num_pairs = ids.numel()
-    num_tiles = cdiv(num_pairs, rows) + num_experts
-    counts = torch.empty(num_experts, dtype=torch.int32, device=ids.device)
-    order = torch.empty(num_pairs, dtype=torch.int64, device=ids.device)
-    table = torch.empty(3, num_tiles, dtype=torch.int32, device=ids.device)
-    block, warps = (4096, 8) if num_pairs > 4096 else (1024 if num_pairs > 512 else 512, 4)
-    tile_moves.count[(num_experts,)](ids, counts, num_pairs, BLOCK=block, num_warps=warps)
-    tile_moves.group[(num_experts + 1,)](
-        ids, counts, order, table, num_pairs, num_experts, num_tiles, rows,
-        BLOCK=block, EXPERTS=next_power_of_2(num_experts), num_warps=warps,
-    )  # fmt: skip
-    return order, table
-
-
-def arranged(x: Tensor, order: Tensor | None, wide: int, width: int, *, num_active: int, is_rounded: bool) -> Tensor:
-    """x [., width] -> [rows, width padded] in the products' order of columns; rows as `order` says."""
-    from triton import cdiv
-
-    from baltoro.kernels.moe import tile_moves
-
-    rows, units = len(x) if order is None else len(order), padded(width) // UNIT
-    out = torch.empty(rows, units * UNIT, dtype=x.dtype, device=x.device)
-    piece = 8 if rows < 1024 else 32  # few rows: more programs; many: fewer, each with more bytes on the way
-    tile_moves.arrange[(rows, cdiv(units, piece))](
-        x, x if order is None else order, out, num_active, width, units,
-        UNITS=piece, WIDE=wide, IS_SORTED=order is not None, IS_ROUNDED=is_rounded, num_warps=4,
-    )  # fmt: skip
-    return out
 
 
 def _shape(tile: Tile) -> dict[str, Any]:
@@ -269,19 +242,6 @@ def second_of_pairs(
         N=tile.rows, SPLIT=tile.split, PARTS=next_power_of_2(ids.shape[1] * tile.split),
         FETCH=fetched(tile, hidden.shape[1] // UNIT), PDL=is_dependent, **_shape(tile), **_launch(is_dependent),
     )  # fmt: skip
-    return out
-
-
-def combine(parts: Tensor, weights: Tensor, z: Tensor) -> Tensor:
-    """[T, M] in z.dtype: the weighted sums of parts [pairs, M]."""
-    from triton import cdiv, next_power_of_2
-
-    from baltoro.kernels.moe import tile_moves
-
-    out, width, active = torch.empty_like(z), parts.shape[1], weights.shape[1]
-    tile_moves.combine[(len(z), cdiv(width, 256))](
-        parts, weights.contiguous(), out, active, width, PARTS=next_power_of_2(active), BLOCK=256, num_warps=4
-    )
     return out
 
 

@@ -1,0 +1,74 @@
+"""Launches of `gluon_groups`: grouped products of tiled experts, bf16, inputs put in order (`tile_order.arranged`)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from baltoro.kernels.moe.products import TiledExperts
+from baltoro.kernels.moe.tile_layout import ROW_UNIT, UNIT, padded
+
+if TYPE_CHECKING:
+    from baltoro.kernels.moe.tile_experts import Tile
+
+
+def first(
+    x: Tensor,
+    table: Tensor,
+    order: Tensor,
+    experts: TiledExperts,
+    activation: tuple[int, float, float],
+    tile: Tile,
+    *,
+    is_ordered: bool,
+) -> Tensor:
+    """hidden [pairs, F'] of x [pairs, M'] in order; bf16. is_ordered: in the order that `second` wants."""
+    inner = padded(experts.inner)
+    hidden = torch.empty(len(x), inner, dtype=x.dtype, device=x.device)
+    rows = 2 * inner
+    options = {"KIND": activation[0], "IS_FIRST": True, "IS_ORDERED": is_ordered}
+    _launch(x, table, order, experts.first_packed, experts.first_scale, hidden, rows, activation[1:], tile, options)
+    return hidden
+
+
+def second(hidden: Tensor, table: Tensor, order: Tensor, experts: TiledExperts, tile: Tile) -> Tensor:
+    """parts [pairs, M] of hidden [pairs, F'] in order, in the order of the pairs."""
+    parts = torch.empty(len(hidden), experts.width, dtype=hidden.dtype, device=hidden.device)
+    rows = padded(experts.width, ROW_UNIT)
+    options = {"KIND": 0, "IS_FIRST": False, "IS_ORDERED": False}
+    _launch(hidden, table, order, experts.second_packed, experts.second_scale, parts, rows, (1.0, 1.0), tile, options)
+    return parts
+
+
+def _launch(
+    x: Tensor,
+    table: Tensor,
+    order: Tensor,
+    packed: Tensor,
+    scales: Tensor,
+    out: Tensor,
+    rows: int,
+    betas: tuple[float, float],
+    tile: Tile,
+    options: dict[str, Any],
+) -> None:
+    """Rows of weights of an expert, in blocks, by tiles of the table."""
+    from baltoro.kernels.moe import gluon_groups
+
+    bound = {"maxnreg": tile.registers} if tile.registers else {}
+    gluon_groups.grouped_kernel[(rows // tile.block, table.shape[1])](
+        _boxes(x, tile.rows), _boxes(x, tile.more or tile.rows), table, order, packed.view(torch.int32), scales, out,
+        len(packed), x.shape[1] // UNIT, rows // 8, out.shape[1], *betas,
+        N1=tile.rows, N2=tile.more, BLOCK=tile.block, WARPS=tile.warps, STAGES=tile.stages,
+        num_warps=tile.warps, **options, **bound,
+    )  # fmt: skip
+
+
+def _boxes(x: Tensor, rows: int) -> Any:
+    """For the copy engine: boxes of `rows` by 64 columns; zeros below the last row."""
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    return TensorDescriptor(x, [*x.shape], [x.shape[1], 1], [rows, 64], gl.NVMMASharedLayout(128, 16, 2))
