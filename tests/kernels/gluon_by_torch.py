@@ -21,8 +21,11 @@ from torch import Tensor
 IMPORTS = re.compile(r"from triton[^\n]*import (\([^)]*\)|[^\n(]*)\n|from __future__[^\n]*\n")
 LAYOUTS = (
     "BlockedLayout", "SliceLayout", "NVMMADistributedLayout", "NVMMASharedLayout", "SwizzledSharedLayout",
-    "DotOperandLayout",
+    "DotOperandLayout", "DistributedLinearLayout",
 )  # fmt: skip
+
+
+ALL = 0xFFFFFFFF
 
 
 class Pointer:
@@ -122,7 +125,8 @@ def copy_pointers(tile: Tile, at: Pointer, mask: Any) -> None:
 def copy_rows(rows: Tensor, place: Sequence[Any], _: Any, tile: Tile, pred: Any) -> None:
     if pred:
         row, column = (int(n) for n in place)
-        tile.store(rows[row : row + len(tile.tensor), column : column + tile.tensor.shape[1]])
+        found = rows[row : row + len(tile.tensor), column : column + tile.tensor.shape[1]]
+        tile.store(torch.nn.functional.pad(found, (0, 0, 0, len(tile.tensor) - len(found))))
 
 
 def widest(a: Any, b: Any) -> Tensor:
@@ -137,9 +141,45 @@ def nothing(*_: Any, **__: Any) -> None:
     return None
 
 
-def inline(text: str, _: str, inputs: list[Tensor], dtype: torch.dtype, **__: Any) -> Tensor:
+def by_words(text: str, inputs: list[Tensor], num_outputs: int) -> tuple[Tensor, ...]:
+    """Words through the few instructions that the conversion uses."""
+    names = {f"${num_outputs + i}": x.long() & ALL for i, x in enumerate(inputs)}
+    out: dict[str, Tensor] = {}
+    for line in text.replace("{", " { ").replace("}", " } ").split(";"):
+        words = re.findall(r"[\w.$]+", line)
+        if not words or words[0] == ".reg":
+            continue
+        kind, to, *given = words
+        if kind == "mov.b32":
+            for name, half in zip((to, given[0]), (0, 16), strict=True):
+                out[name] = (names[given[1]] >> half & 0xFFFF).to(torch.int16).view(torch.bfloat16)
+            continue
+        a, *rest = (names[x] if x in names else torch.tensor(int(x, 0)) for x in given)
+        if kind == "and.b32":
+            names[to] = a & rest[0]
+        elif kind == "shl.b32":
+            names[to] = a << rest[0] & ALL
+        elif kind == "shf.r.wrap.b32":
+            names[to] = (a | rest[0] << 32) >> rest[1] & ALL
+        elif kind == "lop3.b32":
+            assert int(given[3], 0) == 0xE4
+            names[to] = a & rest[1] | rest[0] & ~rest[1] & ALL
+        else:
+            assert kind == "mul.bf16x2"
+            halves = [(x >> s & 0xFFFF).to(torch.int16).view(torch.bfloat16) for x in (a, rest[0]) for s in (0, 16)]
+            low, high = (halves[i].double() * halves[i + 2].double() for i in range(2))
+            low, high = (x.bfloat16().view(torch.int16).long() & 0xFFFF for x in (low, high))
+            names[to] = low | high << 16
+    return tuple(out[f"${i}"] for i in range(num_outputs))
+
+
+def inline(text: str, _: str, inputs: list[Tensor], dtype: Any, **__: Any) -> Any:
     """What the PTX of the depth mix and of routing means: [programs, warps, lanes] or [groups, lanes], 32 lanes."""
     x = inputs[0]
+    if isinstance(dtype, tuple):
+        return by_words(text, inputs, len(dtype))
+    if not text:
+        return x
     if found := re.search(r"shfl\.sync\.(bfly|idx)\.b32 \$0, \$1, (\d+)", text):
         lane, step = torch.arange(32), int(found[2])
         return x[..., lane ^ step if found[1] == "bfly" else torch.full_like(lane, step)]
@@ -162,12 +202,15 @@ def language(program: list[int], programs: list[int]) -> SimpleNamespace:
     found = {name: getattr(torch, name) for name in names} | dict.fromkeys(LAYOUTS, nothing)
     found |= {
         "constexpr": lambda x: x, "static_range": range, "load": load, "store": store, "where": where,
-        "allocate_shared_memory": allocate, "thread_barrier": nothing, "convert_layout": lambda x, _: x,
+        "allocate_shared_memory": allocate, "thread_barrier": nothing, "convert_layout": lambda x, _, **__: x,
         "arange": lambda a, b, _: torch.arange(a, b), "sum": lambda x, axis: x.sum(axis),
         "program_id": lambda n: torch.tensor(program[n]), "num_programs": lambda n: torch.tensor(programs[n]),
         "associative_scan": lambda x, axis, _: x.cumsum(axis), "zeros": lambda s, d, _: torch.zeros(s, dtype=d),
         "full": lambda s, x, d, _: torch.full(s, x, dtype=d), "max": lambda x, axis: x.amax(axis),
         "maximum": widest, "minimum": narrowest,
+        "split": lambda x: x.unbind(-1), "join": lambda a, b: torch.stack((a, b), -1), "assume": nothing,
+        "reshape": torch.reshape, "permute": torch.permute, "multiple_of": lambda x, _: x,
+        "max_contiguous": lambda x, _: x,
         "fma": lambda a, b, c: a * b + c,
         # as the card has it: what would be denormal is 0
         "exp2": lambda x: torch.where(x < -126, 0.0, torch.exp2(x)),

@@ -1,0 +1,67 @@
+"""The grouped product of tiled experts in Gluon: what it computes, against the plain form. That operands lie where wgmma
+reads them, and the barriers, a GPU shows.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from baltoro.kernels.moe import gluon_launch, tile_experts
+from baltoro.kernels.moe.experts import gathered
+from baltoro.kernels.moe.permute import permute_experts
+from baltoro.kernels.moe.products import ExpertWeights, Packed
+from baltoro.kernels.moe.reference import situ_glu
+from baltoro.kernels.moe.tile_layout import UNIT
+from baltoro.kernels.moe.tiles import tile_table
+from tests.kernels.gluon_by_torch import kernels
+
+FILE = Path(gluon_launch.__file__).parent / "gluon_groups.py"
+
+
+def experts(num: int, width: int, hidden: int) -> ExpertWeights:
+    def matrix(rows: int, columns: int) -> Packed:
+        packed = torch.randint(0, 256, (num, rows, columns // 2), dtype=torch.uint8)
+        return Packed(packed, torch.randint(118, 126, (num, rows, columns // 32), dtype=torch.uint8))
+
+    return ExpertWeights(w1=matrix(hidden, width), w3=matrix(hidden, width), w2=matrix(width, hidden))
+
+
+@pytest.mark.parametrize(("rows", "more", "stages"), [(16, 0, 2), (8, 8, 3)])
+def test_grouped_product(rows: int, more: int, stages: int) -> None:
+    torch.manual_seed(0)
+    width, inner, num, active = 288, 160, 3, 2
+    z, bytes_ = torch.randn(11, width).bfloat16(), experts(num, width, inner)
+    ids, weights = torch.rand(11, num).topk(active).indices, torch.rand(11, active)
+    order, table = tile_table(ids, num, rows + more)
+    tiles = permute_experts(bytes_)
+    kernel = kernels(FILE)["grouped_kernel"]
+
+    def put_in_order(x: Tensor, columns: int) -> Tensor:
+        column = torch.arange(columns)
+        place = column % 32 // 16 * 64 + column % 16 // 2 * 8 + column % 128 // 32 * 2 + column % 2
+        out = torch.zeros(len(x), -(-columns // UNIT) * UNIT).to(x.dtype)
+        out[:, column // UNIT * UNIT + place] = x
+        return out
+
+    def launch(x: Tensor, packed: Tensor, scale: Tensor, out: Tensor, num_rows: int, is_first: bool) -> None:
+        grid = (num_rows // 128, table.shape[1])
+        kernel(
+            grid, x, x, table, order, packed.view(torch.int32).flatten(), scale.flatten(), out, num,
+            x.shape[1] // UNIT, num_rows // 8, out.shape[1], 4.0, 25.0, rows, more, 128, 8, stages,
+            1 if is_first else 0, is_first, is_first,
+        )  # fmt: skip
+
+    hidden = torch.full((22, 256), float("nan")).bfloat16()
+    x = put_in_order(z[order // active], width)
+    launch(x, tiles.first_packed, tiles.first_scale, hidden, 512, True)
+    parts = torch.full((22, width), float("nan")).bfloat16()
+    launch(hidden, tiles.second_packed, tiles.second_scale, parts, 512, False)
+    got = (parts.view(11, active, width).float() * weights[:, :, None]).sum(1)
+    activation = partial(situ_glu, beta=4.0, linear_beta=25.0)
+    expected = gathered(z.double(), ids, weights.double(), bytes_, activation=activation)
+    assert float((got.double() - expected).norm() / expected.norm()) < 5e-3
