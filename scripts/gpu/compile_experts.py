@@ -31,7 +31,7 @@ from scripts.gpu.compile_kda import resources
 
 HOPPER = GPUTarget("cuda", 90, 32)
 SHARED_LIMIT = 232448
-BOXES = "tensordesc<bf16[{}, 64],NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)>"
+BOXES = "tensordesc<bf16[{}, {}, 64],NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)>"
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +57,13 @@ def piped_source(tile: Tile, is_first: bool, sizes: Sizes = SIZES[0]) -> ASTSour
     constants: dict[str, Any] = {
         "N1": tile.rows, "N2": tile.more, "BLOCK": tile.block, "WARPS": tile.warps, "STAGES": tile.stages,
         "KIND": 1 if is_first else 0, "IS_FIRST": is_first, "IS_ORDERED": is_first,
+        "HALVES": tile.piped,
     }  # fmt: skip
-    types = {"x1": BOXES.format(tile.rows), "x2": BOXES.format(tile.more or tile.rows), "order_ptr": "*i64"}
+    types = {
+        "x1": BOXES.format(tile.piped, tile.rows),
+        "x2": BOXES.format(tile.piped, tile.more or tile.rows),
+        "order_ptr": "*i64",
+    }
     types |= {"table_ptr": "*i32", "packed_ptr": "*i32", "scales_ptr": "*u8", "out_ptr": "*bf16"}
     types |= dict.fromkeys(("beta", "linear_beta"), "fp32")
     columns, rows = (sizes.width, 2 * padded(sizes.inner)) if is_first else (sizes.inner, padded(sizes.width, ROW_UNIT))

@@ -54,14 +54,14 @@ VARIANTS: dict[str, tuple[Plan, ...]] = {
         both(Tile(8, 0, 128, 2, 5)),
     ),
     "16352 rows": (
-        both(replace(MANY, piped=True)),
-        both(Tile(128, 32, 128, 8, 3, piped=True)),
+        both(replace(MANY, piped=2)),
+        both(replace(MANY, piped=1)),
+        both(Tile(128, 32, 128, 8, 3, piped=2)),
         both(MANY),
-        both(Tile(64, 32, 128, 8, 3, 128, piped=True)),
-        both(Tile(128, 32, 128, 8, 4, piped=True)),
-        both(replace(MANY, piped=True, stages=4)),
-        both(Tile(128, 0, 128, 8, 3, piped=True)),
-        both(Tile(64, 16, 128, 8, 2, 128, piped=True)),
+        both(Tile(64, 32, 128, 8, 3, 128, piped=2)),
+        both(Tile(128, 32, 128, 8, 4, piped=2)),
+        both(Tile(128, 0, 128, 8, 3, 128, piped=2)),
+        both(replace(MANY, piped=2, stages=4)),
         both(Tile(64, 32, 128, 8, 3, 128)),
     ),
     "64 pairs": (Plan(replace(PAIR, spread=True), LAST),),
@@ -77,7 +77,7 @@ def short(plan: Plan) -> str:
         word += f" r{tile.registers}" if tile.registers else ""
         word += f" k{tile.split}" if tile.split > 1 else ""
         word += " spread" * tile.spread + (f" after {tile.signal}/8" if tile.signal else "")
-        word += " piped" * tile.piped
+        word += f" piped {tile.piped}" if tile.piped else ""
         words.append(word + (" here" if tile.in_place else ""))
     same = words[0] == words[1]
     return f"({words[0] if same else ' | '.join(words)}, fetch {plan.second.fetch})"

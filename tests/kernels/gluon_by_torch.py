@@ -123,10 +123,10 @@ def copy_pointers(tile: Tile, at: Pointer, mask: Any) -> None:
 
 
 def copy_rows(rows: Tensor, place: Sequence[Any], _: Any, tile: Tile, pred: Any) -> None:
+    """A box, zeros beyond the last row."""
     if pred:
-        row, column = (int(n) for n in place)
-        found = rows[row : row + len(tile.tensor), column : column + tile.tensor.shape[1]]
-        tile.store(torch.nn.functional.pad(found, (0, 0, 0, len(tile.tensor) - len(found))))
+        found = rows[tuple(slice(int(n), int(n) + size) for n, size in zip(place, tile.tensor.shape, strict=True))]
+        tile.store(torch.nn.functional.pad(found, (0, 0, 0, tile.tensor.shape[-2] - found.shape[-2])))
 
 
 def widest(a: Any, b: Any) -> Tensor:

@@ -1,5 +1,5 @@
-"""The grouped product of tiled experts in Gluon: what it computes, against the plain form. That operands lie where wgmma
-reads them, and the barriers, a GPU shows.
+"""The grouped product of tiled experts in Gluon: what it computes, against the plain form. That operands lie where
+wgmma reads them, and the barriers, a GPU shows.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from baltoro.kernels.moe import gluon_launch, tile_experts
+from baltoro.kernels.moe import gluon_launch
 from baltoro.kernels.moe.experts import gathered
 from baltoro.kernels.moe.permute import permute_experts
 from baltoro.kernels.moe.products import ExpertWeights, Packed
@@ -31,8 +31,8 @@ def experts(num: int, width: int, hidden: int) -> ExpertWeights:
     return ExpertWeights(w1=matrix(hidden, width), w3=matrix(hidden, width), w2=matrix(width, hidden))
 
 
-@pytest.mark.parametrize(("rows", "more", "stages"), [(16, 0, 2), (8, 8, 3)])
-def test_grouped_product(rows: int, more: int, stages: int) -> None:
+@pytest.mark.parametrize(("rows", "more", "stages", "halves"), [(16, 0, 2, 2), (8, 8, 3, 1), (8, 8, 2, 2)])
+def test_grouped_product(rows: int, more: int, stages: int, halves: int) -> None:
     torch.manual_seed(0)
     width, inner, num, active = 288, 160, 3, 2
     z, bytes_ = torch.randn(11, width).bfloat16(), experts(num, width, inner)
@@ -50,10 +50,11 @@ def test_grouped_product(rows: int, more: int, stages: int) -> None:
 
     def launch(x: Tensor, packed: Tensor, scale: Tensor, out: Tensor, num_rows: int, is_first: bool) -> None:
         grid = (num_rows // 128, table.shape[1])
+        boxes = x.unflatten(1, (-1, 64)).transpose(0, 1)
         kernel(
-            grid, x, x, table, order, packed.view(torch.int32).flatten(), scale.flatten(), out, num,
+            grid, boxes, boxes, table, order, packed.view(torch.int32).flatten(), scale.flatten(), out, num,
             x.shape[1] // UNIT, num_rows // 8, out.shape[1], 4.0, 25.0, rows, more, 128, 8, stages,
-            1 if is_first else 0, is_first, is_first,
+            1 if is_first else 0, is_first, is_first, halves,
         )  # fmt: skip
 
     hidden = torch.full((22, 256), float("nan")).bfloat16()

@@ -110,17 +110,19 @@ def asked(packed, scales, unit, num_units, words_at, scale_at):
 
 
 @gluon.jit
-def fetch(x1, x2, tiles1, tiles2, bells, first, unit, num_units, N1: gl.constexpr, N2: gl.constexpr,
-          STAGES: gl.constexpr):  # fmt: skip
-    """Ask for a unit's inputs, 64 columns at a time; the buffers are free."""
+def fetch(x1, x2, boxes1, boxes2, bells, first, unit, num_units, N1: gl.constexpr, N2: gl.constexpr,
+          STAGES: gl.constexpr, HALVES: gl.constexpr):  # fmt: skip
+    """Ask for a unit's inputs, halves one after the other; the buffers are free."""
     slot, wanted = unit % STAGES, unit < num_units
     bell = bells.index(slot)
     mbarrier.expect(bell, (N1 + N2) * 256, pred=wanted)
-    for half in gl.static_range(2):
-        at = unit * 128 + half * 64
-        tma.async_copy_global_to_shared(x1, [first, at], bell, tiles1.index(slot * 2 + half), pred=wanted)
+    for half in gl.static_range(0, 2, HALVES):
+        at = unit * 2 + half
+        to = boxes1.index(slot * (2 // HALVES) + half)
+        tma.async_copy_global_to_shared(x1, [at, first, 0], bell, to, pred=wanted)
         if N2:
-            tma.async_copy_global_to_shared(x2, [first + N1, at], bell, tiles2.index(slot * 2 + half), pred=wanted)
+            to = boxes2.index(slot * (2 // HALVES) + half)
+            tma.async_copy_global_to_shared(x2, [at, first + N1, 0], bell, to, pred=wanted)
 
 
 @gluon.jit
@@ -180,11 +182,11 @@ def grouped_kernel(
     x1, x2, table_ptr, order_ptr, packed_ptr, scales_ptr, out_ptr,
     num_experts, num_units, num_row_tiles, width, beta, linear_beta,
     N1: gl.constexpr, N2: gl.constexpr, BLOCK: gl.constexpr, WARPS: gl.constexpr, STAGES: gl.constexpr,
-    KIND: gl.constexpr, IS_FIRST: gl.constexpr, IS_ORDERED: gl.constexpr,
+    KIND: gl.constexpr, IS_FIRST: gl.constexpr, IS_ORDERED: gl.constexpr, HALVES: gl.constexpr,
 ):  # fmt: skip
     """out [pairs, width]; grid (blocks of weight rows, tiles). x1, x2: descriptors of the inputs in order, boxes of N1
-    and N2 rows by 64 columns. packed int32, scales uint8, num_row_tiles of an expert. IS_FIRST: hidden, otherwise
-    parts in the order of the pairs, not weighted yet."""
+    and N2 rows by HALVES (1, 2) times 64 columns. packed int32, scales uint8, num_row_tiles of an expert.
+    IS_FIRST: hidden, otherwise parts in the order of the pairs, not weighted yet."""
     SUMS1: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, N1, 16])
     SUMS2: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, N2 if N2 else N1, 16])
     A1: gl.constexpr = gl.DotOperandLayout(0, SUMS1, 2)
@@ -204,15 +206,19 @@ def grouped_kernel(
     end = gl.load(table_ptr + 2 * gl.num_programs(1) + tile)
     if expert >= num_experts:
         return
-    tiles1 = gl.allocate_shared_memory(gl.bfloat16, [STAGES * 2, N1, HALF], TILE)
-    tiles2 = gl.allocate_shared_memory(gl.bfloat16, [STAGES * 2 if N2 else 1, N2 if N2 else 8, HALF], TILE)
+    BOX: gl.constexpr = gl.NVMMASharedLayout(128, 16, 3)
+    M2: gl.constexpr = N2 if N2 else 8
+    boxes1 = gl.allocate_shared_memory(gl.bfloat16, [STAGES * 2 // HALVES, HALVES, N1, HALF], BOX)
+    boxes2 = gl.allocate_shared_memory(gl.bfloat16, [STAGES * 2 // HALVES if N2 else 1, HALVES, M2, HALF], BOX)
+    tiles1 = boxes1._reinterpret(gl.bfloat16, [STAGES * 2, N1, HALF], TILE)
+    tiles2 = boxes2._reinterpret(gl.bfloat16, [STAGES * 2 if N2 else HALVES, M2, HALF], TILE)
     bells = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for one in gl.static_range(STAGES):
         mbarrier.init(bells.index(one), count=1)
     fence_async_shared()
     gl.thread_barrier()
     for unit in gl.static_range(STAGES - 1):
-        fetch(x1, x2, tiles1, tiles2, bells, first, unit, num_units, N1, N2, STAGES)
+        fetch(x1, x2, boxes1, boxes2, bells, first, unit, num_units, N1, N2, STAGES, HALVES)
     i, word = gl.arange(0, BLOCK, gl.SliceLayout(1, WORDS)), gl.arange(0, 16, gl.SliceLayout(0, WORDS))
     words_at = ((i // 8) * num_units * 128 + i % 8 * 16)[:, None] + word[None, :]
     i, byte = gl.arange(0, BLOCK, gl.SliceLayout(1, BYTES)), gl.arange(0, 4, gl.SliceLayout(0, BYTES))
@@ -243,7 +249,7 @@ def grouped_kernel(
             sums1 = warpgroup_mma_wait(1, deps=[sums1])
         kept(high, A1)
         gl.thread_barrier()  # all have done with the unit before
-        fetch(x1, x2, tiles1, tiles2, bells, first, unit + STAGES - 1, num_units, N1, N2, STAGES)
+        fetch(x1, x2, boxes1, boxes2, bells, first, unit + STAGES - 1, num_units, N1, N2, STAGES, HALVES)
         words, scale = asked(packed, scales, unit + 1, num_units, words_at, scale_at)
         high = second_half(one, two, factor, A1)
         sums1 = warpgroup_mma(high, tiles1.index(slot * 2 + 1).permute((1, 0)), sums1, is_async=True)

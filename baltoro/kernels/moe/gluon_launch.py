@@ -49,7 +49,7 @@ def _launch(
     packed: Tensor,
     scales: Tensor,
     out: Tensor,
-    rows: int,
+    num_rows: int,
     betas: tuple[float, float],
     tile: Tile,
     options: dict[str, Any],
@@ -58,17 +58,21 @@ def _launch(
     from baltoro.kernels.moe import gluon_groups
 
     bound = {"maxnreg": tile.registers} if tile.registers else {}
-    gluon_groups.grouped_kernel[(rows // tile.block, table.shape[1])](
-        _boxes(x, tile.rows), _boxes(x, tile.more or tile.rows), table, order, packed.view(torch.int32), scales, out,
-        len(packed), x.shape[1] // UNIT, rows // 8, out.shape[1], *betas,
-        N1=tile.rows, N2=tile.more, BLOCK=tile.block, WARPS=tile.warps, STAGES=tile.stages,
+    gluon_groups.grouped_kernel[(num_rows // tile.block, table.shape[1])](
+        *(_boxes(x, rows, tile.piped) for rows in (tile.rows, tile.more or tile.rows)),
+        table, order, packed.view(torch.int32), scales, out,
+        len(packed), x.shape[1] // UNIT, num_rows // 8, out.shape[1], *betas,
+        N1=tile.rows, N2=tile.more, BLOCK=tile.block, WARPS=tile.warps, STAGES=tile.stages, HALVES=tile.piped,
         num_warps=tile.warps, **options, **bound,
     )  # fmt: skip
 
 
-def _boxes(x: Tensor, rows: int) -> Any:
-    """For the copy engine: boxes of `rows` by 64 columns; zeros below the last row."""
+def _boxes(x: Tensor, rows: int, halves: int) -> Any:
+    """For the copy engine: boxes of `rows` by `halves` times 64 columns; zeros below the last row. Each copy that a
+    program asks for costs it a barrier, so two halves at once are better."""
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    return TensorDescriptor(x, [*x.shape], [x.shape[1], 1], [rows, 64], gl.NVMMASharedLayout(128, 16, 2))
+    height, width = x.shape
+    layout = gl.NVMMASharedLayout(128, 16, 3)
+    return TensorDescriptor(x, [width // 64, height, 64], [64, width, 1], [halves, rows, 64], layout)

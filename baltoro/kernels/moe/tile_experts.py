@@ -37,7 +37,8 @@ class Tile:
     spread      programs begin with different columns
     signal      eighths of its columns that each program of the first product has gone over before programs of the
                 second may start: what these ask for too early has left the second cache when they need it
-    piped       grouped, by wgmma: the form in Gluon, which converts while it multiplies (gluon_groups.py)
+    piped       not 0: grouped, by wgmma, the form in Gluon, which converts while it multiplies (gluon_groups.py);
+                how many halves of a unit's inputs come with one copy, 1 or 2
     in_place    wgmma's inputs are loaded where they lie, four bytes at a time, not put in order by another launch
     """
 
@@ -52,7 +53,7 @@ class Tile:
     in_place: bool = False
     spread: bool = False
     signal: int = 0
-    piped: bool = False
+    piped: int = 0
 
     @property
     def wide(self) -> int:
