@@ -24,7 +24,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from baltoro.kernels.moe import gluon_groups, tile_experts, tile_kernels, tile_moves
+from baltoro.kernels.moe import gluon_few, gluon_groups, tile_experts, tile_kernels, tile_moves
 from baltoro.kernels.moe.tile_experts import Plan, Tile
 from baltoro.kernels.moe.tile_layout import ROW_UNIT, UNIT, padded
 from scripts.gpu.compile_kda import resources
@@ -74,12 +74,32 @@ def piped_source(tile: Tile, is_first: bool, sizes: Sizes = SIZES[0]) -> ASTSour
     return _source(kernel, types, constants, values)
 
 
+def few_source(tile: Tile, is_first: bool, is_rounded: bool, sizes: Sizes = SIZES[0]) -> ASTSource:
+    """As `gluon_launch.few` launches it."""
+    constants: dict[str, Any] = {
+        "WARPS": tile.warps, "KIND": 1 if is_first else 0, "IS_FIRST": is_first, "IS_ROUNDED": is_rounded and is_first,
+        "IS_WHOLE": sizes.width % UNIT == 0 or not is_first, "PDL": True,
+    }  # fmt: skip
+    types = {"x_ptr": "*bf16", "order_ptr": "*i64", "table_ptr": "*i32", "packed_ptr": "*i32", "scales_ptr": "*u8"}
+    types |= {"out_ptr": "*bf16"} | dict.fromkeys(("beta", "linear_beta"), "fp32")
+    columns, rows = (sizes.width, 2 * padded(sizes.inner)) if is_first else (sizes.inner, padded(sizes.width, ROW_UNIT))
+    stride = sizes.width if is_first else padded(sizes.inner)
+    values = {
+        "num_experts": sizes.experts, "num_units": padded(columns) // UNIT, "num_row_tiles": rows // 8,
+        "width": padded(sizes.inner) if is_first else sizes.width, "stride": stride, "x_width": stride,
+        "num_active": sizes.active if is_first else 1,
+    }  # fmt: skip
+    return _source(gluon_few.few_kernel, types, constants, values)
+
+
 def source(
     tile: Tile, is_first: bool, is_pairs: bool, dtype: str, *, is_rounded: bool = False, sizes: Sizes = SIZES[0]
 ) -> ASTSource:
     """As `tile_experts` launches it: sizes of 1 are constants, what 16 divides is said to be so."""
     if tile.piped and not is_pairs:
         return piped_source(tile, is_first, sizes)
+    if tile.few and not is_pairs:
+        return few_source(tile, is_first, is_rounded, sizes)
     seconds: tuple[Any, Any] = tile_kernels.second_of_groups, tile_kernels.second_of_pairs
     kernel: Any = tile_kernels.first_product if is_first else seconds[is_pairs]
     is_arranged = tile.is_arranged and not is_pairs

@@ -94,7 +94,11 @@ def products(experts: TiledExperts, c: Case, plan: Plan) -> tuple[Callable[[], o
     hidden = torch.randn(c.ids.numel(), padded(INNER), device=c.z.device, dtype=c.z.dtype)
     counters = torch.zeros(len(c.ids), 1024, dtype=torch.int32, device=c.z.device)
 
+    few = partial(gluon_launch.few, table=table, order=order, experts=experts, tile=plan.first, is_rounded=False)
+
     def first() -> object:
+        if plan.first.few:
+            return few(x, activation=ACTIVATION, num_active=c.ids.shape[1])
         if plan.first.piped:
             return gluon_launch.first(x, table, order, experts, ACTIVATION, plan.first, is_ordered=True)
         return tile_experts.first(x, table, c.ids, order, experts, ACTIVATION, plan, grid, inputs, is_pairs=c.is_pairs)
@@ -102,6 +106,8 @@ def products(experts: TiledExperts, c: Case, plan: Plan) -> tuple[Callable[[], o
     def second() -> object:
         if c.is_pairs:  # its counters go on: nothing is added up
             return tile_experts.second_of_pairs(hidden, c.ids, c.shares, counters, experts, plan.second, c.z.dtype)
+        if plan.second.few:
+            return few(hidden, activation=None, num_active=1)
         if plan.second.piped:
             return gluon_launch.second(hidden, table, order, experts, plan.second)
         return tile_experts.second_of_groups(hidden, table, order, experts, plan.second)

@@ -48,10 +48,9 @@ VARIANTS: dict[str, tuple[Plan, ...]] = {
         Plan(replace(PAIR, spread=True, stages=4), replace(LAST, stages=4)),
     ),
     "512 rows": (
-        both(Tile(8, 0, 128, 2, 4)), both(Tile(8, 0, 128, 2, 3)), both(Tile(8, 0, 64, 1, 3, spread=True)),
-        both(Tile(8, 0, 128, 2, 3, fetch=0)), both(Tile(8, 0, 128, 2, 3, spread=True)),
-        Plan(Tile(8, 0, 128, 2, 4), Tile(8, 0, 128, 2, 3, fetch=0)), both(Tile(8, 0, 128, 4, 3)),
-        both(Tile(8, 0, 128, 2, 5)),
+        both(Tile(8, 0, 128, 2, 1, few=True)), both(Tile(8, 0, 128, 2, 4)), both(Tile(8, 0, 64, 1, 1, few=True)),
+        both(Tile(8, 0, 128, 2, 3)), both(Tile(8, 0, 256, 4, 1, few=True)), both(Tile(8, 0, 128, 2, 3, fetch=0)),
+        both(Tile(8, 0, 128, 2, 3, spread=True)), both(Tile(8, 0, 128, 2, 1, 112, few=True)),
     ),
     "16352 rows": (
         both(replace(MANY, piped=2)),
@@ -65,7 +64,7 @@ VARIANTS: dict[str, tuple[Plan, ...]] = {
         both(Tile(64, 32, 128, 8, 3, 128)),
     ),
     "64 pairs": (Plan(replace(PAIR, spread=True), LAST),),
-    "64 rows": (both(Tile(8, 0, 128, 2, 4)), both(Tile(8, 0, 128, 2, 3))),
+    "64 rows": (both(Tile(8, 0, 128, 2, 1, few=True)), both(Tile(8, 0, 128, 2, 4)), both(Tile(8, 0, 128, 2, 3))),
 }  # fmt: skip
 
 
@@ -77,6 +76,7 @@ def short(plan: Plan) -> str:
         word += f" r{tile.registers}" if tile.registers else ""
         word += f" k{tile.split}" if tile.split > 1 else ""
         word += " spread" * tile.spread + (f" after {tile.signal}/8" if tile.signal else "")
+        word += " few" * tile.few
         word += f" piped {tile.piped}" if tile.piped else ""
         words.append(word + (" here" if tile.in_place else ""))
     same = words[0] == words[1]

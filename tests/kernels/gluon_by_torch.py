@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-IMPORTS = re.compile(r"from triton[^\n]*import (\([^)]*\)|[^\n(]*)\n|from __future__[^\n]*\n")
+IMPORTS = re.compile(r"from (?:triton|baltoro)[^\n]*import (\([^)]*\)|[^\n(]*)\n|from __future__[^\n]*\n")
 LAYOUTS = (
     "BlockedLayout", "SliceLayout", "NVMMADistributedLayout", "NVMMASharedLayout", "SwizzledSharedLayout",
     "DotOperandLayout", "DistributedLinearLayout",
@@ -210,7 +210,7 @@ def language(program: list[int], programs: list[int]) -> SimpleNamespace:
         "maximum": widest, "minimum": narrowest,
         "split": lambda x: x.unbind(-1), "join": lambda a, b: torch.stack((a, b), -1), "assume": nothing,
         "reshape": torch.reshape, "permute": torch.permute, "multiple_of": lambda x, _: x,
-        "max_contiguous": lambda x, _: x,
+        "max_contiguous": lambda x, _: x, "abs": torch.abs,
         "fma": lambda a, b, c: a * b + c,
         # as the card has it: what would be denormal is 0
         "exp2": lambda x: torch.where(x < -126, 0.0, torch.exp2(x)),
@@ -221,10 +221,13 @@ def language(program: list[int], programs: list[int]) -> SimpleNamespace:
     return SimpleNamespace(**found)
 
 
-def kernels(file: Path) -> dict[str, Any]:
-    """Name -> launcher of a file's kernels: launcher(grid, *arguments), tensors where they take pointers or rows."""
+def kernels(file: Path, *others: Path) -> dict[str, Any]:
+    """Name -> launcher of a file's kernels: launcher(grid, *arguments), tensors where they take pointers or rows.
+    others: files whose functions it imports."""
     program, programs = [0, 0, 0], [1, 1, 1]
-    text = IMPORTS.sub("", file.read_text(encoding="utf-8")).replace(".type.layout", ".dtype")
+    texts = [
+        IMPORTS.sub("", one.read_text(encoding="utf-8")).replace(".type.layout", ".dtype") for one in (*others, file)
+    ]
     copies = SimpleNamespace(async_copy_global_to_shared=copy_pointers, commit_group=nothing, wait_group=nothing)
     bells = SimpleNamespace(init=nothing, expect=nothing, wait=nothing, MBarrierLayout=nothing)
     space = {
@@ -236,7 +239,8 @@ def kernels(file: Path) -> dict[str, Any]:
         "range": lambda *ends: map(torch.tensor, range(*ends)),
         "mma_v2": multiply, "warpgroup_mma": multiply, "warpgroup_mma_wait": wait,
     }  # fmt: skip
-    exec(compile(text, str(file), "exec"), space)
+    for one, text in zip((*others, file), texts, strict=True):
+        exec(compile(text, str(one), "exec"), space)
 
     def launcher(kernel: Callable[..., None]) -> Callable[..., None]:
         names = kernel.__code__.co_varnames

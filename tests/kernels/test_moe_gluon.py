@@ -14,10 +14,11 @@ from torch import Tensor
 from baltoro.kernels.moe import gluon_launch
 from baltoro.kernels.moe.experts import gathered
 from baltoro.kernels.moe.permute import permute_experts
-from baltoro.kernels.moe.products import ExpertWeights, Packed
+from baltoro.kernels.moe.products import ExpertWeights, Packed, Tiled
 from baltoro.kernels.moe.reference import situ_glu
 from baltoro.kernels.moe.tile_layout import UNIT
 from baltoro.kernels.moe.tiles import tile_table
+from baltoro.kernels.quant import mxfp8
 from tests.kernels.gluon_by_torch import kernels
 
 FILE = Path(gluon_launch.__file__).parent / "gluon_groups.py"
@@ -66,3 +67,32 @@ def test_grouped_product(rows: int, more: int, stages: int, halves: int) -> None
     activation = partial(situ_glu, beta=4.0, linear_beta=25.0)
     expected = gathered(z.double(), ids, weights.double(), bytes_, activation=activation)
     assert float((got.double() - expected).norm() / expected.norm()) < 5e-3
+
+
+@pytest.mark.parametrize(("warps", "width", "is_rounded"), [(1, 288, False), (2, 256, False), (4, 288, True)])
+def test_product_of_few_rows(warps: int, width: int, is_rounded: bool) -> None:
+    torch.manual_seed(0)
+    inner, num, active = 160, 3, 2
+    z, bytes_ = torch.randn(11, width).bfloat16(), experts(num, width, inner)
+    ids, weights = torch.rand(11, num).topk(active).indices, torch.rand(11, active)
+    order, table = tile_table(ids, num, 8)
+    tiles = permute_experts(bytes_)
+    kernel = kernels(FILE.parent / "gluon_few.py", FILE)["few_kernel"]
+
+    def launch(x: Tensor, one: Tiled, out: Tensor, num_rows: int, is_first: bool) -> None:
+        kernel(
+            (num_rows // (64 * warps), table.shape[1]), x, table, order, one.packed.view(torch.int32).flatten(),
+            one.scale.flatten(), out, num, active, -(-x.shape[1] // UNIT), num_rows // 8, x.shape[1], x.shape[1],
+            out.shape[1], 4.0, 25.0, warps, int(is_first), is_first, x.shape[1] % UNIT == 0, is_rounded and is_first,
+            False,
+        )  # fmt: skip
+
+    hidden = torch.full((22, 256), float("nan")).bfloat16()
+    launch(mxfp8.fake(z) if is_rounded else z, tiles.first, hidden, 512, True)
+    parts = torch.full((22, width), float("nan")).bfloat16()
+    launch(hidden, tiles.second, parts, 512 if width > 256 else 256, False)
+    got = (parts.view(11, active, width).float() * weights[:, :, None]).sum(1)
+    activation = partial(situ_glu, beta=4.0, linear_beta=25.0)
+    options = {"activation": activation, "fake_activations": is_rounded}
+    expected = gathered(z.double(), ids, weights.double(), bytes_, **options)
+    assert float((got.double() - expected).norm() / expected.norm()) < (2e-2 if is_rounded else 5e-3)

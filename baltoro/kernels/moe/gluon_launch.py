@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from baltoro.kernels.device import has_dependent_launch
 from baltoro.kernels.moe.products import TiledExperts
 from baltoro.kernels.moe.tile_layout import ROW_UNIT, UNIT, padded
 
@@ -40,6 +41,37 @@ def second(hidden: Tensor, table: Tensor, order: Tensor, experts: TiledExperts, 
     options = {"KIND": 0, "IS_FIRST": False, "IS_ORDERED": False}
     _launch(hidden, table, order, experts.second_packed, experts.second_scale, parts, rows, (1.0, 1.0), tile, options)
     return parts
+
+
+def few(
+    x: Tensor,
+    *,
+    table: Tensor,
+    order: Tensor,
+    experts: TiledExperts,
+    activation: tuple[int, float, float] | None,
+    num_active: int,
+    tile: Tile,
+    is_rounded: bool,
+) -> Tensor:
+    """hidden [pairs, F'] of x [tokens, M], bf16, or without an activation parts [pairs, M] of x = hidden."""
+    from baltoro.kernels.moe import gluon_few
+
+    is_first, is_dependent = activation is not None, has_dependent_launch(x)
+    kind, *betas = activation or (0, 1.0, 1.0)
+    tiles = experts.first if is_first else experts.second
+    num_rows = 2 * padded(experts.inner) if is_first else padded(experts.width, ROW_UNIT)
+    width = padded(experts.inner) if is_first else experts.width
+    out = torch.empty(len(order), width, dtype=x.dtype, device=x.device)
+    options: dict[str, Any] = {"maxnreg": tile.registers} if tile.registers else {}
+    options |= {"launch_pdl": True} if is_dependent and not is_first else {}
+    gluon_few.few_kernel[(num_rows // (64 * tile.warps), table.shape[1])](
+        x, table, order, tiles.packed.view(torch.int32), tiles.scale, out, len(tiles.packed), num_active,
+        padded(x.shape[1]) // UNIT, num_rows // 8, x.shape[1], x.shape[1], width, *betas,
+        WARPS=tile.warps, KIND=kind, IS_FIRST=is_first, IS_WHOLE=x.shape[1] % UNIT == 0, IS_ROUNDED=is_rounded,
+        PDL=is_dependent, num_warps=tile.warps, **options,
+    )  # fmt: skip
+    return out
 
 
 def _launch(

@@ -39,6 +39,8 @@ class Tile:
                 second may start: what these ask for too early has left the second cache when they need it
     piped       not 0: grouped, by wgmma, the form in Gluon, which converts while it multiplies (gluon_groups.py);
                 how many halves of a unit's inputs come with one copy, 1 or 2
+    few         grouped, in tiles of 8: the form in Gluon without shared memory (gluon_few.py); 64 rows of weights a
+                warp, no stages
     in_place    wgmma's inputs are loaded where they lie, four bytes at a time, not put in order by another launch
     """
 
@@ -54,6 +56,7 @@ class Tile:
     spread: bool = False
     signal: int = 0
     piped: int = 0
+    few: bool = False
 
     @property
     def wide(self) -> int:
@@ -147,6 +150,10 @@ def run(
         if fake_activations:
             inner = arrange(inner, None, 2, inner.shape[1], is_rounded=True)
         return combine(gluon_launch.second(inner, table, order, experts, plan.second), weights, z)
+    if plan.first.few and not is_pairs:
+        few = partial(gluon_launch.few, table=table, order=order, experts=experts, tile=plan.first)
+        inner = few(x, activation=activation, num_active=ids.shape[1], is_rounded=fake_activations)
+        return combine(few(inner, activation=None, num_active=1, is_rounded=False), weights, z)
     inputs, grid = Inputs(is_arranged, is_rounded), ids.numel() if is_pairs else table.shape[1]
     hidden, counters = first(x, table, ids, order, experts, activation, plan, grid, inputs, is_pairs=is_pairs)
     is_arranged, is_rounded = plan.second.is_arranged and not is_pairs, fake_activations and not is_rounded
