@@ -178,8 +178,13 @@ def language(program: list[int], programs: list[int]) -> SimpleNamespace:
     return SimpleNamespace(**found)
 
 
-def kernels(file: Path) -> dict[str, Any]:
-    """Name -> launcher of a file's kernels: launcher(grid, *arguments), tensors where they take pointers or rows."""
+def kernels(
+    file: Path, at_start: Callable[[], None] = nothing, at_wait: Callable[[], None] = nothing
+) -> dict[str, Any]:
+    """Name -> launcher of a file's kernels: launcher(grid, *arguments), tensors where they take pointers or rows.
+
+    at_start, at_wait: called as a program starts, and where it waits for the kernel in front.
+    """
     program, programs = [0, 0, 0], [1, 1, 1]
     text = IMPORTS.sub("", file.read_text(encoding="utf-8")).replace(".type.layout", ".dtype")
     copies = SimpleNamespace(async_copy_global_to_shared=copy_pointers, commit_group=nothing, wait_group=nothing)
@@ -189,7 +194,7 @@ def kernels(file: Path) -> dict[str, Any]:
         "async_copy": copies, "mbarrier": bells,
         "tma": SimpleNamespace(async_copy_global_to_shared=copy_rows),
         "fence_async_shared": nothing,
-        "gdc_wait": nothing, "gdc_launch_dependents": nothing,
+        "gdc_wait": at_wait, "gdc_launch_dependents": nothing,
         "range": lambda *ends: map(torch.tensor, range(*ends)),
         "mma_v2": multiply, "warpgroup_mma": multiply, "warpgroup_mma_wait": wait,
     }  # fmt: skip
@@ -206,6 +211,7 @@ def kernels(file: Path) -> dict[str, Any]:
             ]
             for place in product(*(range(n) for n in grid)):
                 program[: len(grid)] = place
+                at_start()
                 kernel(*given)
 
         return launch

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -46,15 +49,40 @@ def test_latent_attention(heads: int, window: int, dtype: torch.dtype) -> None:
         assert gap(lse, exact_lse) < 1e-2 if dtype == torch.bfloat16 else gap(lse, exact_lse) < 1e-5
 
 
-@pytest.mark.parametrize("shareds", [1, 2])
-@pytest.mark.parametrize("reads_all", [False, True])
-def test_latent_attention_with_three_buffers(shareds: int, reads_all: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    tiles = split_decode.Tiles(16, 64, 3, 4, bulk=True, shareds=shareds)
-    monkeypatch.setattr(split_decode, "choose_tiles", lambda *_, **__: tiles)
-    monkeypatch.setattr(split_decode, "MERGE_READS_ALL", reads_all)
-    for window in (1, 8):
-        test_latent_attention(12, window, torch.bfloat16)
+@pytest.mark.parametrize("changes", [{"ahead": 1}, {"ahead": 2, "opens": True}, {"direct": True}], ids=str)
+def test_latent_attention_in_other_forms(changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    choose = split_decode.choose_tiles
+    monkeypatch.setattr(split_decode, "choose_tiles", lambda *a, **b: replace(choose(*a, **b), **changes))
+    for heads, window in ((12, 1), (12, 8), (96, 1)):
+        test_latent_attention(heads, window, torch.bfloat16)
     test_a_window_wider_than_its_keys_gets_zeros(torch.bfloat16)
+
+
+@pytest.mark.parametrize(("ahead", "opens"), [(0, False), (2, False), (2, True)])
+def test_calls_that_overlap_give_what_they_give_alone(ahead: int, opens: bool) -> None:
+    """In a graph, where each may start before the one in front has ended, and takes its memory."""
+    tiles = split_decode.Tiles(16, 64, 2, 4, bulk=True, ahead=ahead, opens=opens)
+    kv, table = torch.randn(301, 64, 576, device="cuda").bfloat16(), torch.randperm(300, device="cuda").view(1, 300) + 1
+    queries = torch.randn(12, 1, 12, 576, device="cuda").bfloat16()
+    lengths = [torch.tensor([19200 - 700 * n], device="cuda") for n in range(12)]
+
+    def attend(n: int) -> Tensor:
+        return split_decode.attend_absorbed(
+            queries[n], kv, table, lengths[n], latent=512, scale=192**-0.5, tiles=tiles
+        )[0]
+
+    alone = []
+    for n in range(12):
+        alone.append(attend(n))
+        torch.cuda.synchronize()
+    graph, kept = torch.cuda.CUDAGraph(), torch.empty(12, 1, 12, 512, device="cuda")
+    with torch.cuda.graph(graph):
+        results = [attend(n) for n in range(12)]
+        torch.stack(results, out=kept)
+    for _ in range(20):
+        kept.zero_()
+        graph.replay()
+        assert torch.equal(kept, torch.stack(alone))
 
 
 @DTYPES
