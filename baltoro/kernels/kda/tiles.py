@@ -65,8 +65,8 @@ class Direct:
 
 
 # On Hopper, heads of 128. One / eight tokens of 8 layers x 32 x 12 heads: 117 / 124 us (1.22 / 1.21 x floor); 64 rows
-# of 4 or 8 warps, 16 of 2 alike. In Triton 130 / 165; with states and records copied into shared memory by programs that
-# go through many tiles 129 / 147; with two or four tiles a program 119 / 126 and 120 / 138.
+# of 4 or 8 warps, 16 of 2 alike. In Triton 130 / 165; with states and records copied into shared memory by programs
+# that go through many tiles 129 / 147; with two or four tiles a program 119 / 126 and 120 / 138.
 DIRECT = Direct(32, 4)
 
 

@@ -25,8 +25,8 @@ SLOTS = 16
 
 def choose_wide(num_tokens: int) -> int:
     """Experts a thread of the Hopper form (`gluon_route.py`); a warp has 32 as many. Fewer are a shorter chain, more
-    are fewer candidates to be ranked: 2.5 / 3.0 / 5.3 us with 4 / 8 / 16 for one token (3.7 in Triton), 5.5 / 5.2 / 6.9 for
-    256 (6.4), 91 / 65 / 56 for 8192 (134)."""
+    are fewer candidates to be ranked. With 4 / 8 / 16: one token 2.5 / 3.0 / 5.3 us (3.7 in Triton), 256 tokens 5.5 /
+    5.2 / 6.9 (6.4), 8192 tokens 91 / 65 / 56 (134)."""
     return 4 if num_tokens <= 132 else 8 if num_tokens <= 1024 else 16
 
 
