@@ -101,10 +101,6 @@ def where(condition: Any, a: Any, b: Any) -> Tensor:
     return torch.where(torch.as_tensor(condition), *(torch.as_tensor(x, dtype=kind) for x in (a, b)))
 
 
-def maximum(a: Tensor, b: Any) -> Tensor:
-    return torch.maximum(a, torch.as_tensor(b, dtype=a.dtype))
-
-
 def add(at: Pointer, values: Tensor, mask: Tensor) -> None:
     """Atomic: places may repeat."""
     places, live, values = torch.broadcast_tensors(at.places, mask, values)
@@ -166,12 +162,11 @@ def language(program: list[int], programs: list[int]) -> SimpleNamespace:
         "arange": lambda a, b, _: torch.arange(a, b), "sum": lambda x, axis: x.sum(axis),
         "program_id": lambda n: torch.tensor(program[n]), "num_programs": lambda n: torch.tensor(programs[n]),
         "associative_scan": lambda x, axis, _: x.cumsum(axis), "zeros": lambda s, d, _: torch.zeros(s, dtype=d),
-        "full": lambda s, x, d, _: torch.full(s, x, dtype=d), "max": lambda x, axis: x.amax(axis),
-        "maximum": widest, "minimum": narrowest,
+        "full": lambda s, x, d, _: torch.full(s, x, dtype=d), "maximum": widest, "minimum": narrowest,
         "fma": lambda a, b, c: a * b + c,
         # as the card has it: what would be denormal is 0
         "exp2": lambda x: torch.where(x < -126, 0.0, torch.exp2(x)),
-        "inline_asm_elementwise": inline, "expand_dims": torch.unsqueeze, "maximum": maximum, "rsqrt": torch.rsqrt,
+        "inline_asm_elementwise": inline, "expand_dims": torch.unsqueeze, "rsqrt": torch.rsqrt,
         "max": torch.amax, "min": torch.amin, "cast": lambda x, kind, bitcast: x.view(kind), "atomic_add": add,
         "reduce": lambda values, axis, _: tuple(x.sum(axis) for x in values),
     }  # fmt: skip
