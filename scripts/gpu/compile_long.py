@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import triton
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from baltoro.kernels.mla import bulk_decode, triton_decode
+from baltoro.kernels.mla import absorb_kernels, bulk_decode, triton_decode
 from baltoro.kernels.mla.split_decode import MERGE_VALUES, Tiles
+from scripts.gpu import compile_small
 from scripts.gpu.compile_kda import HOPPER, SHARED_LIMIT, resources
 
 ROWS = "tensordesc<bf16[64, {}],NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)>"
@@ -36,3 +38,12 @@ def compiled(kind: Any, kernel: Any, constants: dict[str, Any], warps: int) -> s
     built = triton.compile(one, target=HOPPER, options={"num_warps": warps, "launch_pdl": True})
     found, shared = resources(built.asm["cubin"]), built.metadata.shared
     return f"{found}, {shared} B shared{'' if shared <= SHARED_LIMIT else ' TOO LARGE'}"
+
+
+def ends() -> Iterator[str]:
+    """What comes before and behind it, which loads weights before the kernel in front has ended."""
+    for name, kernel, constants, types in compile_small.cases():
+        if kernel in (absorb_kernels.enter_kernel, absorb_kernels.leave_kernel):
+            for options in ({}, {"launch_pdl": True}):
+                one = compile_small.source(kernel, constants | {"PDL": bool(options)}, types)
+                yield f"{name} {options}: {resources(triton.compile(one, target=HOPPER, options=options).asm['cubin'])}"

@@ -27,7 +27,8 @@ def test_splits_of_bulk_copies(ahead: int, direct: bool, splits: int, window: in
     num, rows = len(lengths), heads * window
     kv = torch.randn(PAGES, PAGE, R + D).bfloat16()
     pages, clean = torch.randperm(PAGES), kv.clone()
-    table = pages[torch.tensor([[0, 1, 2, 3, 4, 5], [6, 1, 2, 3, 4, 5], [3, 2, 1, 7, 3, 2]])]  # no two write to one page
+    table = torch.tensor([[0, 1, 2, 3, 4, 5], [6, 1, 2, 3, 4, 5], [3, 2, 1, 7, 3, 2]])  # no two write to one page
+    table = pages[table]
     kv[table[0, 4], 34:], kv[table[0, 5:]], kv[table[1, 0], window:] = torch.nan, torch.nan, torch.nan
     q = torch.randn(num, rows, R + D).bfloat16()
     parts, sums = torch.full((num, splits, rows, R), torch.nan), torch.full((num, splits, rows), torch.nan)
