@@ -4,8 +4,8 @@
     python -m scripts.gpu.lab_long --dry                       (compiles for Hopper: registers, shared memory)
     TRITON_INTERPRET=1 python -m scripts.gpu.lab_long --dry    (tiny sizes on a CPU, no times)
 
-What to set: `mla.split_decode.choose_tiles` (ahead, direct, opens), `mla.fast_absorb.IS_DEPENDENT`. Method:
-`lab_mla.py`.
+What to set: `mla.split_decode.choose_tiles` (ahead, direct, opens), MERGE_VALUES and MERGE_WARPS there, and
+`mla.fast_absorb.IS_DEPENDENT`. Method: `lab_mla.py`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import Tensor
 from baltoro.kernels.mla import absorb, fast_absorb, reference, split_decode
 from baltoro.kernels.mla.split_decode import Tiles
 from scripts.gpu import lab_mla
-from scripts.gpu.lab_mla_cases import Case, Problem, attention, device_of, gap
+from scripts.gpu.lab_mla_cases import SMALL, Case, Problem, attention, device_of, gap
 
 NOW = Tiles(16, 64, 2, 4, bulk=True)
 BOTH = replace(NOW, ahead=2, opens=True)
@@ -56,13 +56,13 @@ def ragged(tiles: Tiles, heads: int, device: str) -> float:
     return found
 
 
-def overlapping(tiles: Tiles) -> float:
+def overlapping(tiles: Tiles, device: str) -> float:
     """0 if calls of a graph, which may run beside each other and take each other's memory, give what they give alone
     in every bit."""
     torch.utils.deterministic.fill_uninitialized_memory = False  # or a kernel that fills would stand between
-    kv, table = torch.randn(301, 64, 576, device="cuda").bfloat16(), torch.randperm(300, device="cuda").view(1, 300) + 1
-    queries = torch.randn(12, 1, 12, 576, device="cuda").bfloat16()
-    lengths = [torch.tensor([19200 - 700 * n], device="cuda") for n in range(len(queries))]
+    kv, table = torch.randn(301, 64, 576, device=device).bfloat16(), torch.randperm(300, device=device).view(1, 300) + 1
+    queries = torch.randn(12, 1, 12, 576, device=device).bfloat16()
+    lengths = [torch.tensor([19200 - 700 * n], device=device) for n in range(len(queries))]
 
     def attend(n: int) -> Tensor:
         return split_decode.attend_absorbed(queries[n], kv, table, lengths[n], tiles=tiles, **OPTIONS)[0]
@@ -71,7 +71,7 @@ def overlapping(tiles: Tiles) -> float:
     for n in range(len(queries)):
         alone.append(attend(n))
         torch.cuda.synchronize()
-    graph, kept = torch.cuda.CUDAGraph(), torch.empty(len(queries), 1, 12, 512, device="cuda")
+    graph, kept = torch.cuda.CUDAGraph(), torch.empty(len(queries), 1, 12, 512, device=device)
     with torch.cuda.graph(graph):
         torch.stack([attend(n) for n in range(len(queries))], out=kept)
     wrong = 0
@@ -93,7 +93,7 @@ def attend(requests: int, keys: int, heads: int, window: int, is_dry: bool) -> P
 
     def error(results: Any) -> float:
         found = max(problem.error(results), ragged(last["tiles"], heads, device_of(is_dry)))
-        return found if is_dry or heads * window > 32 else found + overlapping(last["tiles"])
+        return found if is_dry or heads * window > 32 else found + overlapping(last["tiles"], "cuda")
 
     return replace(problem, launch=launch, error=error)
 
@@ -176,6 +176,20 @@ def few_tiles(count: int, is_dry: bool) -> Problem:
     return Problem(launch, error, pages * 64 * 576 * 2, turns=turns)
 
 
+def merge(is_dry: bool) -> Problem:
+    """The merge of 128 splits alone. A setting: values of a program, its warps."""
+    device, turns = device_of(is_dry), 1 if is_dry else SMALL
+    parts, sums = torch.randn(1, SPLITS, 12, 512, device=device), torch.randn(1, SPLITS, 12, device=device)
+    exact = (torch.softmax(sums.double(), 1)[..., None] * parts.double()).sum(1)
+
+    def launch(setting: tuple[int, int], turn: int) -> Tensor:
+        with mock.patch.multiple(split_decode, MERGE_VALUES=setting[0], MERGE_WARPS=setting[1]):
+            return split_decode._merge(parts, sums, not is_dry, opens=False)[0]
+
+    return Problem(launch, lambda out: gap(out, exact), 4.0 * parts.numel(), turns=turns)
+
+
+MERGES = [(8192, 8), (4096, 4), (8192, 4), (16384, 8), (4096, 8), (16384, 16), (2048, 4)]
 STEPS = [(BOTH, True), (NOW, False), (NOW, True), (BOTH, False), (replace(NOW, opens=True), True)]
 FEW = [(NOW, True), (NOW, False), (BOTH, True)]
 CASES = [
@@ -184,6 +198,7 @@ CASES = [
     Case("mla 32 x 8192, 12 heads", partial(attend, 32, 8192, 12, 1), FORMS[:6], 6e-3),
     Case("mla 1 x 8192, 1 tile a split", partial(few_tiles, 1), FEW, 6e-3),
     Case("mla 1 x 32768, 4 tiles a split", partial(few_tiles, 4), FEW, 6e-3),
+    Case("merge of 128 splits", merge, MERGES, 1e-5),
     Case("mla 1 x 131072, 96 heads", partial(attend, 1, 131072, 96, 1), WIDES, 6e-3),
     Case("mla 32 x 8192, 12 heads, window 8", partial(attend, 32, 8192, 12, 8), WIDES, 6e-3),
     Case("mla 1 x 16384, 2 tiles a split", partial(few_tiles, 2), FEW, 6e-3),

@@ -20,7 +20,7 @@ from baltoro.kernels.mla import reference
 
 MAX_WINDOW = 8
 MAX_SPLITS = 264
-MERGE_VALUES = 8192
+MERGE_VALUES, MERGE_WARPS = 8192, 8
 """Values that a program of the merge loads at a time, 32 a thread; the fewer, the more programs share the read."""
 MIN_KEYS = 128
 """Keys that are worth a split of their own: below, the merge costs more than it saves."""
@@ -207,6 +207,6 @@ def _merge(parts: Tensor, sums: Tensor, is_dependent: bool, *, opens: bool) -> t
     launch = {"launch_pdl": True} if is_dependent else {}
     merge_kernel[(num, rows, -(-latent // block_r))](
         parts, sums, out, lse, rows, splits,
-        R=latent, BLOCK_R=block_r, BLOCK_S=block_s, OPENS=opens, PDL=is_dependent, num_warps=8, **launch,
+        R=latent, BLOCK_R=block_r, BLOCK_S=block_s, OPENS=opens, PDL=is_dependent, num_warps=MERGE_WARPS, **launch,
     )  # fmt: skip
     return out, lse
