@@ -10,24 +10,26 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from baltoro.kernels.mla import absorb_kernels, bulk_decode, triton_decode
-from baltoro.kernels.mla.split_decode import MERGE_VALUES, Tiles
+from baltoro.kernels.mla.split_decode import MERGE_VALUES, MERGE_WARPS, Tiles
 from scripts.gpu import compile_small
 from scripts.gpu.compile_kda import HOPPER, SHARED_LIMIT, resources
 
 ROWS = "tensordesc<bf16[64, {}],NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)>"
 TYPES = {"q": "*bf16", "latent_rows": ROWS.format(512), "shared_rows": ROWS.format(64), "table": "*i64"}
-TYPES |= {"lengths": "*i64", "scale2": "fp32"} | dict.fromkeys(("out", "lse", "parts", "sums"), "*fp32")
+TYPES |= {"stamps": "*i64", "lengths": "*i64", "scale2": "fp32"} | dict.fromkeys(
+    ("out", "lse", "parts", "sums"), "*fp32"
+)
 ALIGNED = ("q_request", "q_row", "page_rows", "table_request")
 SPLITS = 128
 
 
-def latent(tiles: Tiles) -> str:
-    """What a split takes, and a merge of 128; whether both fit on one multiprocessor."""
+def latent(tiles: Tiles, kernels: tuple[Any, Any] = (bulk_decode.bulk_split_kernel, triton_decode.merge_kernel)) -> str:
+    """What a split takes, and a merge of 128."""
     constants = {"ROWS": tiles.rows, "BUFFERS": tiles.stages, "AHEAD": tiles.ahead, "DIRECT": tiles.direct}
     constants |= {"WRITES_EMPTY": False, "PDL": True, "num_warps": tiles.warps}
-    split = compiled(GluonASTSource, bulk_decode.bulk_split_kernel, constants, tiles.warps)
+    split = compiled(GluonASTSource, kernels[0], constants, tiles.warps)
     merge = {"R": 512, "BLOCK_R": MERGE_VALUES // SPLITS, "BLOCK_S": SPLITS, "OPENS": tiles.opens, "PDL": True}
-    return f"{split}; merge {compiled(ASTSource, triton_decode.merge_kernel, merge, 8)}"
+    return f"{split}; merge {compiled(ASTSource, kernels[1], merge, MERGE_WARPS)}"
 
 
 def compiled(kind: Any, kernel: Any, constants: dict[str, Any], warps: int) -> str:
