@@ -4,7 +4,7 @@
     python -m scripts.gpu.timeline_long --dry                      (compiles for Hopper, runs nothing)
 
 Copies the kernels with reads of the card's clock put between their lines. Prints, for a call in the middle,
-microseconds since the last program of the call in front was at its end: the earliest, the middle and the latest program.
+microseconds since the last program of the call in front was at its end: the earliest, middle and latest program.
 """
 
 from __future__ import annotations
