@@ -11,7 +11,7 @@ from torch import Tensor
 
 from baltoro.kernels.attnres import fast as attnres
 from baltoro.kernels.attnres import fused
-from baltoro.kernels.mla import reference, split_decode
+from baltoro.kernels.mla import fast_absorb, reference, split_decode
 from baltoro.kernels.paged import fast as paged
 from baltoro.kernels.paged import reference as plain
 from baltoro.kernels.sample import fast as sampling
@@ -83,6 +83,33 @@ def test_calls_that_overlap_give_what_they_give_alone(ahead: int, opens: bool) -
         kept.zero_()
         graph.replay()
         assert torch.equal(kept, torch.stack(alone))
+
+
+@torch.no_grad()
+def test_a_step_whose_launches_overlap(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The token's row is NaN until the kernel in front of attention writes it."""
+    q, row, gate = (torch.randn(1, *n, device="cuda").bfloat16() for n in ((12, 192), (576,), (1536,)))
+    kv, kv_b = (torch.randn(*n, device="cuda").mul_(0.1).bfloat16() for n in ((301, 64, 576), (12, 256, 512)))
+    table, gain = torch.arange(1, 301, device="cuda").view(1, 300), torch.ones(512, device="cuda").bfloat16()
+    places, lengths = (torch.tensor([300], device="cuda"), torch.tensor([63], device="cuda")), table[:, -1] * 64
+
+    def step(tiles: split_decode.Tiles) -> Tensor:
+        kv[300, 63].fill_(torch.nan)
+        query = fast_absorb.enter(q, row, gain, 1e-5, kv_b, kv, places)
+        out = split_decode.attend_absorbed(query, kv, table, lengths, latent=512, scale=192**-0.5, tiles=tiles)[0]
+        return fast_absorb.leave(out, kv_b, 128, gate, torch.bfloat16)
+
+    tiles = split_decode.Tiles(16, 64, 2, 4, bulk=True)
+    plain = step(tiles)
+    assert plain.isfinite().all()
+    monkeypatch.setattr(fast_absorb, "IS_DEPENDENT", True)
+    assert torch.equal(step(replace(tiles, ahead=2, opens=True)), plain)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = [step(replace(tiles, ahead=2, opens=True)) for _ in range(8)]
+    for _ in range(20):
+        graph.replay()
+        assert all(torch.equal(one, plain) for one in results)
 
 
 @DTYPES

@@ -4,7 +4,8 @@ Triton's pipeliner wants three buffers where a warp group multiplies from shared
 more than a program may have. Two are enough if the next but one is asked for as soon as its buffer has been used: one
 tile of 72 kB is always under way. Copies by the engine cost no instructions and no registers.
 A third (beside one of the other 64 values, for 16 query rows) was slower. Page numbers are loaded a tile ahead, before
-the wait for its keys. `AHEAD` says what is read before the kernel in front has ended, and so what that must not write.
+the wait for its keys. With `AHEAD` some is read before the kernel in front has ended: that may write queries and rows
+of the window, but no length, page number or earlier row, unless it lets nothing start before its end.
 In and out: as `triton_decode.split_kernel` for pages of 64 keys and 512 + 64 values a row in BF16.
 Importing this needs triton; the interpreter does not know Gluon. Source: spec/kernels.md C.
 """
