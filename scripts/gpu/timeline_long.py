@@ -28,8 +28,10 @@ from baltoro.kernels.mla.split_decode import Tiles
 NOW = Tiles(16, 64, 2, 4, bulk=True)
 KEYS, CALLS, MARKS = 131072, 4, 8
 IMPORT = "from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait\n"
-SPLIT_MARKS = ("starts", "has asked for its first tiles", "first tile is there", "last tile is there", "sums are made",
-               "has stored")  # fmt: skip
+SPLIT_MARKS = (
+    "starts", "has asked for its first tiles", "first tile is there", "9th of 16 is there", "last tile is there",
+    "sums are made", "has stored",
+)  # fmt: skip
 MERGE_MARKS = ("starts", "splits have ended", "has stored")
 SPLIT_LINES = [
     (IMPORT, IMPORT.replace("gdc_wait", "gdc_wait, globaltimer"), ""),
@@ -37,8 +39,9 @@ SPLIT_LINES = [
     ("    latents = gl.allocate", "    stamps += (gl.program_id(0) * splits + gl.program_id(1)) * 8\n", "0"),
     ("    row = block * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, wide))\n", "", "1"),
     ("        keys_left = length", "", "2, i == 0"),
-    ("        keys_left = length", "", "3, i == count - 1"),
-    ("    mass = gl.sum(total", "", "4"),
+    ("        keys_left = length", "", "3, i == 8"),
+    ("        keys_left = length", "", "4, i == count - 1"),
+    ("    mass = gl.sum(total", "", "5"),
 ]
 MERGE_LINES = [
     (IMPORT, IMPORT.replace("gdc_wait", "gdc_wait, globaltimer"), ""),
@@ -129,7 +132,7 @@ def table_of(name: str, times: Tensor, marks: tuple[str, ...]) -> list[str]:
 
 def main() -> None:
     """See above."""
-    split = marked(bulk_decode, SPLIT_LINES, "5", "gl").bulk_split_kernel
+    split = marked(bulk_decode, SPLIT_LINES, "6", "gl").bulk_split_kernel
     merge = marked(triton_decode, MERGE_LINES, "2", "tl").merge_kernel
     forms = [NOW, replace(NOW, ahead=2, opens=True), replace(NOW, ahead=2)]
     if "--dry" in sys.argv:
