@@ -80,8 +80,8 @@ def picks(device: str) -> Iterator[Pair]:
 
 
 def forms(device: str) -> Iterator[Pair]:
-    """What a card that is no Hopper has: depth mix in two launches, picks and fold in Triton; many tokens' picks; latent
-    attention that reads ahead."""
+    """What a card that is no Hopper has: depth mix in two launches, picks and fold in Triton; many tokens' picks;
+    latent attention that reads ahead."""
     with mock.patch.object(attnres, "CLUSTER", None), mock.patch.object(fast_route, "_groups", lambda *_: 0):
         yield from depth_mix(device)
         yield from picks(device)
