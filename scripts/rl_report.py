@@ -155,7 +155,7 @@ def draw(runs: Runs, path: Path) -> None:
         if rest:
             cost.plot(*zip(*rest, strict=True), "s", label=f"trainer's rest, % of the base, {name}")
     drift.set(title="engine against trainer: k3 (lines), norm of B (dashes)", yscale="log", xlabel="step")
-    cost.set(title="sync, % of a step; memory beside the trainer's own, % of the base", xlabel="step")
+    cost.set(title="sync, % of a step; trainer's rest, % of the base", xlabel="step")
     for axis in axes:
         axis.legend(fontsize="small")
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -5,6 +5,7 @@
 #         names: labs (mla, prefill, decode, experts, slice, rows), peers, serve, eval, ladder, sanitize, margins, idle,
 #                tests[=folders,...]
 #         RL_SECONDS  of scripts/gpu/rl_tiny.sh (0: none), SEEDS its seeds, RL_ARGS its arguments
+#         MODULES     of peers, in this order, e.g. moe,kda; default all
 #         BESIDE_GPU  of the rows and RL, default 1; 0 on a machine of one: let the timed row begin with `idle`
 # Whole texts come back in $OUT/texts.tar.gz; JSON of peers, slice, eval and serve beside it.
 set -uo pipefail
@@ -19,7 +20,7 @@ export PYTHONPATH="/tmp/site2:.:.whl3/stubs" # judges: wheels of reasoning-gym
 one() { # name[=folders], seconds
   case $1 in
     serve) OMP_NUM_THREADS=2 python3 -m scripts.gpu.serve_tiny --json "$texts/serve.json" ;;
-    peers) python3 -m scripts.gpu.kernels_peers --json "$out/peers.json" --seconds "$2" ;;
+    peers) python3 -m scripts.gpu.kernels_peers --json "$out/peers.json" --seconds "$2" --only "${MODULES:-}" ;;
     sanitize) SANITIZE=1 SECONDS_EACH=$(($2 / $(wc -w <<< "${TOOLS:-memcheck racecheck}"))) bash scripts/gpu/check_kernels.sh ;;
     eval) OMP_NUM_THREADS=4 python3 -m scripts.gpu.eval_tiny --model models/tiny --graphs 64 --json "$texts/eval.json" ;;
     idle) sleep "$2" ;;

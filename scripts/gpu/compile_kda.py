@@ -22,6 +22,7 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from baltoro.kernels.kda import (
+    gluon_fold,
     gluon_prepare,
     gluon_scan,
     launch,
@@ -61,7 +62,10 @@ def cases() -> Iterator[Case]:
         for programs in (12, 24576):
             yield "decode", *_head(triton_decode.decode_kernel, tiles.decode(128, programs), is_bounded)
             yield "verify", *_head(triton_verify.verify_kernel, tiles.verify(128, programs), is_bounded)
-    yield "fold", *_head(triton_fold.fold_kernel, tiles.fold(128), True)
+    yield "fold in Triton", *_head(triton_fold.fold_kernel, tiles.fold(128), True)
+    direct = tiles.DIRECT.options() | {"TAPS": 4}
+    options = {name: direct.pop(name) for name in OPTIONS if name in direct}
+    yield "fold", gluon_fold.direct_fold_kernel, direct, TOKEN_TYPES, options
     config = launch.choose(torch.bfloat16, keys=128, values=128)
     yield from prefill_cases([(part, config) for part in ("bounded", "prepare", "fragment", "scan")])
     merge = {"K": 128, "V": 128, "BV": launch.MERGE_ROWS, "KIND": "tf32x3"}
@@ -126,12 +130,10 @@ def every_size() -> Iterator[Case]:
 def _head(kernel: Any, tile: tiles.Tile | tiles.VerifyTile, is_bounded: bool) -> tuple[Any, ...]:
     """(kernel, constants, types, options) of decode, verify or fold with this tile."""
     every = HEAD | {"IS_BOUNDED": is_bounded, "IS_MILD": is_bounded, "RECORDS": False, "window": 8, "BG": 8}
-    is_fold = kernel is triton_fold.fold_kernel
-    every |= {"PRECISION": "tf32"}
-    every |= tile.fold_constants(128) if isinstance(tile, tiles.Tile) and is_fold else tile.constants(128)
+    every |= {"PRECISION": "tf32"} | tile.constants(128)
     constants = {name: value for name, value in every.items() if name in kernel.arg_names}
     options = {name: every[name] for name in OPTIONS if name in every}
-    if is_fold:
+    if kernel is triton_fold.fold_kernel:
         constants.pop("window")
     return kernel, constants, TOKEN_TYPES, options
 

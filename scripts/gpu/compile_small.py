@@ -42,7 +42,8 @@ def cases() -> list[tuple[str, Any, dict[str, Any], dict[str, str]]]:
         halves = {"gate": p, "up": p, "out": p, "beta": "fp32", "linear_beta": "fp32"}
         found.append((f"glu {kind}", glu_kernels.glu_kernel, {"KIND": 1, "BLOCK": 512}, halves))
         for heads, keys, values, rank, shared in ((12, 128, 128, 512, 64), (4, 32, 32, 64, 16)):
-            sizes = {"H": heads, "BOTH": keys + values, "R": rank, "BLOCK_R": rank, "ROWS": 16, "INTERPRET": False}
+            sizes = {"H": heads, "BOTH": keys + values, "R": rank, "BLOCK_R": rank, "ROWS": 16}
+            sizes |= {"PDL": False, "INTERPRET": False}
             enter = sizes | {"K": keys, "S": shared, "BLOCK_K": keys, "BLOCK_S": shared, "COLUMNS": 64}
             types = dict.fromkeys(("q", "row", "gain", "kv_b", "kv", "query"), p) | {"eps": "fp32"}
             types |= {"pages": "*i64", "offsets": "*i64"}

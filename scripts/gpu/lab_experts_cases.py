@@ -50,7 +50,7 @@ VARIANTS: dict[str, tuple[Plan, ...]] = {
     "512 rows": (
         both(Tile(8, 0, 128, 2, 1, few=True)), both(Tile(8, 0, 128, 2, 4)), both(Tile(8, 0, 64, 1, 1, few=True)),
         both(Tile(8, 0, 128, 2, 3)), both(Tile(8, 0, 256, 4, 1, few=True)), both(Tile(8, 0, 128, 2, 3, fetch=0)),
-        both(Tile(8, 0, 128, 2, 3, spread=True)), both(Tile(8, 0, 128, 2, 1, 112, few=True)),
+        both(Tile(8, 0, 128, 2, 3, spread=True)), both(Tile(8, 0, 64, 1, 1, 128, few=True)),
     ),
     "16352 rows": (
         both(replace(MANY, piped=2)),

@@ -3,12 +3,13 @@
     PYTHONPATH=/tmp/site2:. python3 -m scripts.gpu.lab_small --seconds 60
     TRITON_INTERPRET=1 python -m scripts.gpu.lab_small --dry        (tiny sizes, no times; for a machine without a GPU)
 
-What to set: `attnres.fast.CLUSTER` (None: two launches) and CLUSTER_TOKENS; `moe.fast_route.GROUPS` (None: Triton's
-form). "What top-16 adds" is a setting's time less that of "product", in the same table. Method: `lab_mla.py`.
+What to set: `attnres.fast.CLUSTER` (None: two launches), FEW_TOKENS; `moe.fast_route.choose_wide` ("_groups" of 0:
+Triton's form). "What top-16 adds" is a setting's time less that of "product", in the same table. Method: `lab_mla.py`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
 from unittest import mock
@@ -21,7 +22,6 @@ from baltoro.kernels.attnres.fast import Cluster
 from baltoro.kernels.attnres.reference import mix
 from baltoro.kernels.linear import fast as linear
 from baltoro.kernels.moe import fast_route
-from baltoro.kernels.moe.fast_route import Groups
 from baltoro.kernels.moe.reference import route
 from scripts.gpu import lab_mla
 from scripts.gpu.lab_mla_cases import EPS, PICKS, SMALL, Case, Problem, depth_mix, device_of, gap, router
@@ -103,27 +103,33 @@ def router_and_select(is_dry: bool) -> Problem:
 
 
 @cache
-def mixes(most: int) -> list[dict[str, Any]]:
-    """Two launches, as before, and clusters; most: tokens up to which a cluster is taken."""
+def mixes() -> list[dict[str, Any]]:
+    """Two launches and clusters, then a program a token."""
     shapes = ((8, 4), (8, 2), (8, 8), (16, 2), (4, 8), (16, 4), (4, 4), (2, 16), (2, 8))
-    clusters = [{"CLUSTER": Cluster(*shape), "CLUSTER_TOKENS": most} for shape in shapes]
-    return [clusters[0], {"CLUSTER": None}, *clusters[1:], {"CLUSTER": None, "SHARE_BLOCK": 1024, "SHARE_WARPS": 8}]
+    clusters = [{"CLUSTER": Cluster(*shape), "FEW_TOKENS": 1024} for shape in shapes]
+    return [clusters[0], {"FEW_TOKENS": 0}, {"CLUSTER": None, "FEW_TOKENS": 1024}, *clusters[1:]]
+
+
+def always(value: int) -> Callable[..., int]:
+    """A function that gives it."""
+    return lambda *_: value
 
 
 FORMS: list[dict[str, Any]] = [
-    {"GROUPS": Groups(8)}, {"GROUPS": None}, {"GROUPS": Groups(4)}, {"GROUPS": Groups(16)},
-    {"GROUPS": None, "WIDTH": 256}, {"GROUPS": Groups(2)},
+    *({"choose_wide": always(wide)} for wide in (4, 8, 16, 2)), {"_groups": always(0)},
 ]  # fmt: skip
 CASES = [
-    Case("depth mix, 1 token", partial(depth_mix, 1), mixes(64), 1e-2),
+    Case("depth mix, 1 token", partial(depth_mix, 1), mixes(), 1e-2),
     Case("top-16, 1 token", partial(select, 1), FORMS, 1e-5),
     Case("router + top-16, 1 token", router_and_select, [None, *FORMS, None], 5e-3),
-    Case("depth mix of one source", one_source, mixes(64)[:4], 1e-2),
-    Case("depth mix, 8 tokens", partial(depth_mix, 8), mixes(64)[:6], 1e-2),
-    Case("depth mix, 32 tokens", partial(depth_mix, 32), mixes(64)[:5], 1e-2),
-    Case("depth mix, 64 tokens", partial(depth_mix, 64), mixes(64)[:4], 1e-2),
-    Case("top-16, 256 tokens", partial(select, 256), FORMS[:5], 1e-5),
-    Case("top-16, 8192 tokens", partial(select, 8192), FORMS[:4], 1e-5),
+    Case("depth mix of one source", one_source, mixes()[:4], 1e-2),
+    Case("depth mix, 8 tokens", partial(depth_mix, 8), mixes()[:6], 1e-2),
+    Case("depth mix, 32 tokens", partial(depth_mix, 32), mixes()[:5], 1e-2),
+    Case("depth mix, 64 tokens", partial(depth_mix, 64), mixes()[:4], 1e-2),
+    Case("depth mix, 128 tokens", partial(depth_mix, 128), mixes()[:4], 1e-2),
+    Case("depth mix, 512 tokens", partial(depth_mix, 512), mixes()[:4], 1e-2),
+    Case("top-16, 256 tokens", partial(select, 256), FORMS, 1e-5),
+    Case("top-16, 8192 tokens", partial(select, 8192), [*FORMS[:3], FORMS[-1]], 1e-5),
 ]
 
 if __name__ == "__main__":

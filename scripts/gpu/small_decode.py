@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from baltoro.kernels.attnres import fast as attnres
 from baltoro.kernels.attnres import fused
+from baltoro.kernels.kda import fused as fused_kda
 from baltoro.kernels.linear import fast as linear
 from baltoro.kernels.linear import reference as plain_linear
 from baltoro.kernels.mla import reference, split_decode
@@ -78,14 +80,19 @@ def picks(device: str) -> Iterator[Pair]:
 
 
 def forms(device: str) -> Iterator[Pair]:
-    """Depth mix in a cluster, and picks by hand: forms that may be off."""
-    shapes = [attnres.Cluster(*shape) for shape in ((8, 4), (8, 2), (16, 2))]
-    for patched, name, some in [(attnres, "CLUSTER", one) for one in shapes] + [
-        (fast_route, "GROUPS", fast_route.Groups(wide)) for wide in (4, 8)
-    ]:
-        with mock.patch.object(patched, name, some):
-            for found, got, exact in (depth_mix if name == "CLUSTER" else picks)(device):
-                yield f"{found}, {some}", got, exact
+    """What a card that is no Hopper has: depth mix in two launches, picks and fold in Triton; many tokens' picks;
+    latent attention that reads ahead."""
+    with mock.patch.object(attnres, "CLUSTER", None), mock.patch.object(fast_route, "_groups", lambda *_: 0):
+        yield from depth_mix(device)
+        yield from picks(device)
+    with mock.patch.object(fused_kda, "_is_direct", lambda *_: False):
+        yield from kda(device)
+    choose, changes = split_decode.choose_tiles, {"ahead": 2, "direct": True, "opens": True}
+    with mock.patch.object(split_decode, "choose_tiles", lambda *a, **b: replace(choose(*a, **b), **changes)):
+        yield from attention(device)
+    for wide in (8, 16):
+        with mock.patch.object(fast_route, "choose_wide", lambda _, wide=wide: wide):
+            yield from picks(device)
 
 
 def copies_and_sampling(device: str) -> Iterator[Pair]:

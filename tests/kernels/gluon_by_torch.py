@@ -104,10 +104,6 @@ def where(condition: Any, a: Any, b: Any) -> Tensor:
     return torch.where(torch.as_tensor(condition), *(torch.as_tensor(x, dtype=kind) for x in (a, b)))
 
 
-def maximum(a: Tensor, b: Any) -> Tensor:
-    return torch.maximum(a, torch.as_tensor(b, dtype=a.dtype))
-
-
 def add(at: Pointer, values: Tensor, mask: Tensor) -> None:
     """Atomic: places may repeat."""
     places, live, values = torch.broadcast_tensors(at.places, mask, values)
@@ -206,24 +202,31 @@ def language(program: list[int], programs: list[int]) -> SimpleNamespace:
         "arange": lambda a, b, _: torch.arange(a, b), "sum": lambda x, axis: x.sum(axis),
         "program_id": lambda n: torch.tensor(program[n]), "num_programs": lambda n: torch.tensor(programs[n]),
         "associative_scan": lambda x, axis, _: x.cumsum(axis), "zeros": lambda s, d, _: torch.zeros(s, dtype=d),
-        "full": lambda s, x, d, _: torch.full(s, x, dtype=d), "max": lambda x, axis: x.amax(axis),
-        "maximum": widest, "minimum": narrowest,
+        "full": lambda s, x, d, _: torch.full(s, x, dtype=d), "maximum": widest, "minimum": narrowest,
         "split": lambda x: x.unbind(-1), "join": lambda a, b: torch.stack((a, b), -1), "assume": nothing,
         "reshape": torch.reshape, "permute": torch.permute, "multiple_of": lambda x, _: x,
         "max_contiguous": lambda x, _: x, "abs": torch.abs,
         "fma": lambda a, b, c: a * b + c,
         # as the card has it: what would be denormal is 0
         "exp2": lambda x: torch.where(x < -126, 0.0, torch.exp2(x)),
-        "inline_asm_elementwise": inline, "expand_dims": torch.unsqueeze, "maximum": maximum, "rsqrt": torch.rsqrt,
+        "inline_asm_elementwise": inline, "expand_dims": torch.unsqueeze, "rsqrt": torch.rsqrt,
         "max": torch.amax, "min": torch.amin, "cast": lambda x, kind, bitcast: x.view(kind), "atomic_add": add,
         "reduce": lambda values, axis, _: tuple(x.sum(axis) for x in values),
     }  # fmt: skip
     return SimpleNamespace(**found)
 
 
-def kernels(file: Path, *others: Path) -> dict[str, Any]:
+def kernels(
+    file: Path,
+    at_start: Callable[[], None] = nothing,
+    at_wait: Callable[[], None] = nothing,
+    others: tuple[Path, ...] = (),
+) -> dict[str, Any]:
     """Name -> launcher of a file's kernels: launcher(grid, *arguments), tensors where they take pointers or rows.
-    others: files whose functions it imports."""
+
+    at_start, at_wait: called as a program starts, and where it waits for the kernel in front. others: files whose
+    functions it imports.
+    """
     program, programs = [0, 0, 0], [1, 1, 1]
     texts = [
         IMPORTS.sub("", one.read_text(encoding="utf-8")).replace(".type.layout", ".dtype") for one in (*others, file)
@@ -235,7 +238,7 @@ def kernels(file: Path, *others: Path) -> dict[str, Any]:
         "async_copy": copies, "mbarrier": bells,
         "tma": SimpleNamespace(async_copy_global_to_shared=copy_rows),
         "fence_async_shared": nothing,
-        "gdc_wait": nothing, "gdc_launch_dependents": nothing,
+        "gdc_wait": at_wait, "gdc_launch_dependents": nothing,
         "range": lambda *ends: map(torch.tensor, range(*ends)),
         "mma_v2": multiply, "warpgroup_mma": multiply, "warpgroup_mma_wait": wait,
     }  # fmt: skip
@@ -253,6 +256,7 @@ def kernels(file: Path, *others: Path) -> dict[str, Any]:
             ]
             for place in product(*(range(n) for n in grid)):
                 program[: len(grid)] = place
+                at_start()
                 kernel(*given)
 
         return launch

@@ -9,12 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from baltoro.kernels.kda import fused, launch, prefill, tiles
+from baltoro.kernels.kda import fused, launch, prefill
 from baltoro.kernels.kda import fused_reference as reference
 from baltoro.kernels.kda.fused_reference import MixerWeights, Window
 from baltoro.kernels.kda.launch import Columns, Config, Copies
 from baltoro.kernels.kda.reference import l2_norm, recurrent
-from baltoro.kernels.kda.tiles import Copied, Direct
 from baltoro.kernels.spans import Spans
 
 pytestmark = pytest.mark.gpu
@@ -134,10 +133,6 @@ def test_prefill_in_gluon(
         test_prefill(True, segment_chunks, torch.bfloat16, 6e-3, strength)
 
 
-@pytest.mark.parametrize(
-    "copied",
-    [Copied(64, 4, 2, 2), Copied(32, 4, 2, 4, 128), Copied(128, 8, 3, 1), Direct(64, 4), Direct(32, 2, 0, 2)],
-)
-def test_fold_of_copied_states(copied: Copied | Direct, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiles, "COPIED_FOLD", copied)
+def test_fold_in_triton_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused, "_is_direct", lambda *_: False)
     test_fold_equals_decode_in_every_bit_for_every_accepted_length(H)

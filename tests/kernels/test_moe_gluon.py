@@ -77,7 +77,7 @@ def test_product_of_few_rows(warps: int, width: int, is_rounded: bool) -> None:
     ids, weights = torch.rand(11, num).topk(active).indices, torch.rand(11, active)
     order, table = tile_table(ids, num, 8)
     tiles = permute_experts(bytes_)
-    kernel = kernels(FILE.parent / "gluon_few.py", FILE)["few_kernel"]
+    kernel = kernels(FILE.parent / "gluon_few.py", others=(FILE,))["few_kernel"]
 
     def launch(x: Tensor, one: Tiled, out: Tensor, num_rows: int, is_first: bool) -> None:
         kernel(

@@ -12,7 +12,6 @@ from baltoro.kernels.attnres import fused
 from baltoro.kernels.attnres.fast import Cluster
 from baltoro.kernels.attnres.reference import mix
 from baltoro.kernels.moe import fast_route
-from baltoro.kernels.moe.fast_route import Groups
 from baltoro.kernels.moe.reference import route
 from tests.kernels.small import SHAPES, check_enter, check_glu, check_leave, check_norm
 
@@ -65,7 +64,7 @@ def test_a_cluster_reads_the_depth(
 
 @pytest.mark.parametrize("wide", [2, 4, 8, 16])
 def test_top_k_by_hand(wide: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fast_route, "GROUPS", Groups(wide))
+    monkeypatch.setattr(fast_route, "choose_wide", lambda _: wide)
     logits, bias = torch.randint(-3, 4, (70, 896), device="cuda").float(), torch.zeros(896, device="cuda")
     logits[0], logits[1, 700:], logits[2] = 0.0, 9.0, torch.randn(896, device="cuda")
     bias[77], bias[300], bias[895] = float("nan"), float("-inf"), float("inf")

@@ -113,50 +113,22 @@ def fold(
     layers, num, length, heads, keys = window.k.shape
     if num == 0:
         return None
-    size, values = _size(states[0]), window.v.shape[-1]
-    tile, copied = tiles.fold(size), tiles.copied_fold()
-    layer = layer_stride(states)
-    if (
-        copied is not None
-        and layers * num
-        and _can_copy(states[0], layer, *window_parts(window))
-        and length <= MAX_WINDOW
-    ):
-        return _copied_fold(window, histories, states, slots, accepted, copied)
-    fold_kernel[(heads * -(-values // tile.rows), num, layers)](
-        window.x, window.k, window.v, window.decay, window.beta, histories[0], states[0], slots, accepted,
-        num, length, layer_stride(histories), *_strides(histories[0], states[0])[:2],
-        layer, states[0].stride(0),
-        heads, keys, values, **tile.fold_constants(size, can_fetch=states[0].is_cuda), TAPS=histories[0].shape[1] + 1,
-    )  # fmt: skip
-    return None
-
-
-def _copied_fold(
-    window: Window,
-    histories: Sequence[Tensor],
-    states: Sequence[Tensor],
-    slots: Tensor,
-    accepted: Tensor,
-    chosen: tiles.Copied | tiles.Direct,
-) -> None:
-    """`fold` in Gluon: by as many programs as run at a time, or by one a tile."""
-    from baltoro.kernels.kda.gluon_fold import copied_fold_kernel, direct_fold_kernel
-
-    layers, num, length, heads, keys = window.k.shape
+    layer, strides = layer_stride(states), _strides(histories[0], states[0])
     tensors = (*window_parts(window), histories[0], states[0], slots, accepted)
-    strides = (layer_stride(histories), *_strides(histories[0], states[0])[:2], layer_stride(states))
-    rest = {"TAPS": histories[0].shape[1] + 1, **chosen.options()}
-    pieces = heads * (keys // chosen.rows)
-    if isinstance(chosen, tiles.Direct):
-        direct_fold_kernel[(pieces // chosen.tiles, num, layers)](
-            *tensors, num, length, heads, *strides, states[0].stride(0), **rest
-        )  # fmt: skip
-        return
-    count = machine(slots.device.type, slots.device.index or 0).num_units * chosen.programs
-    copied_fold_kernel[(min(count, layers * num * pieces),)](
-        *tensors, num, layers, length, heads, *strides, states[0].stride(0), **rest
-    )  # fmt: skip
+    places, taps = (layer_stride(histories), *strides[:2], layer, states[0].stride(0)), histories[0].shape[1] + 1
+    if layers and length <= MAX_WINDOW and _is_direct(states[0], layer, *window_parts(window)):
+        from baltoro.kernels.kda.gluon_fold import direct_fold_kernel
+
+        direct_fold_kernel[(heads * (keys // tiles.DIRECT.rows), num, layers)](
+            *tensors, num, length, heads, *places, TAPS=taps, **tiles.DIRECT.options()
+        )
+        return None
+    size, values = _size(states[0]), window.v.shape[-1]
+    tile = tiles.fold(size)
+    fold_kernel[(heads * -(-values // tile.rows), num, layers)](
+        *tensors, num, length, *places, heads, keys, values, **tile.shape(size), TAPS=taps
+    )
+    return None
 
 
 def layer_stride(views: Sequence[Tensor]) -> int:
@@ -195,8 +167,8 @@ def _can_fetch(state: Tensor) -> bool:
     return state.is_cuda and is_whole and state.data_ptr() % 16 == 0 and state.stride(0) % 4 == 0
 
 
-def _can_copy(state: Tensor, layer: int, *rest: Tensor) -> bool:
-    """Whether Gluon's kernel takes it: whole heads of 128 on Hopper, at addresses divisible by 16, and so the rest."""
+def _is_direct(state: Tensor, layer: int, *rest: Tensor) -> bool:
+    """Whether Gluon's fold takes it: whole heads of 128 on Hopper, at addresses divisible by 16, and so the rest."""
     is_hopper = state.is_cuda and machine("cuda", state.device.index or 0).capability in HOPPER
     is_right = is_hopper and _can_fetch(state) and layer % 4 == 0 and state.shape[-1] == 128
     return is_right and not any(t.data_ptr() % 16 for t in rest)

@@ -19,7 +19,7 @@ PART = 32
 @dataclass(frozen=True, slots=True)
 class Tile:
     """How decode or fold cuts a head's state [BC, BC]. registers: the most a thread may have; 0: as it compiles.
-    ahead: how many programs further on is the one whose state a program fetches into the L2 cache; -1: none."""
+    ahead: how many programs further on is the one whose state a decode's fetches into the L2 cache; -1: none."""
 
     part: int
     rows: int
@@ -27,17 +27,14 @@ class Tile:
     registers: int = 0
     ahead: int = -1
 
-    def constants(self, size: int, *, can_be_ahead: bool = True) -> dict[str, Any]:
-        """Constants and options of a launch. No choice of the compiler's which product and sum become one."""
-        shape = {"BC": size, "PART": self.part, "ROWS": self.rows, "AHEAD": self.ahead if can_be_ahead else -1}
-        return shape | _options(self.warps, self.registers) | {"enable_fp_fusion": False}
+    def shape(self, size: int) -> dict[str, Any]:
+        """Constants and options of a fold. No choice of the compiler's which product and sum become one."""
+        shape = {"BC": size, "PART": self.part, "ROWS": self.rows, "enable_fp_fusion": False}
+        return shape | _options(self.warps, self.registers)
 
-    def fold_constants(self, size: int, *, can_fetch: bool = True) -> dict[str, Any]:
-        """The same of the fold, where `ahead` of 0 or more is this: all that a program needs is asked for at its start.
-        can_fetch: whether lines can be brought into the L2 cache."""
-        found, is_early = self.constants(size), self.ahead >= 0
-        del found["AHEAD"]
-        return found | {"IS_EARLY": is_early, "FETCHES": is_early and can_fetch}
+    def constants(self, size: int, *, can_be_ahead: bool = True) -> dict[str, Any]:
+        """The same of a decode."""
+        return self.shape(size) | {"AHEAD": self.ahead if can_be_ahead else -1}
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,42 +53,21 @@ class VerifyTile:
 
 
 @dataclass(frozen=True, slots=True)
-class Copied:
-    """How `gluon_fold` is launched: rows of a tile, warps, tiles in shared memory, programs a multiprocessor, the most
-    registers a thread may have (0: as it compiles)."""
-
-    rows: int
-    warps: int
-    buffers: int
-    programs: int
-    registers: int = 0
-
-    def options(self) -> dict[str, Any]:
-        """Constants and options of a launch."""
-        shape = {"ROWS": self.rows, "WARPS": self.warps, "BUFFERS": self.buffers}
-        return shape | _options(self.warps, self.registers) | {"enable_fp_fusion": False}
-
-
-@dataclass(frozen=True, slots=True)
 class Direct:
-    """How `gluon_fold` is launched with a program for `tiles` neighbouring tiles: rows of one, warps, the most
-    registers a thread may have (0: as it compiles)."""
+    """How `gluon_fold` cuts a head's state: rows of a program, warps."""
 
     rows: int
     warps: int
-    registers: int = 0
-    tiles: int = 1
 
     def options(self) -> dict[str, Any]:
         """Constants and options of a launch."""
-        shape = {"ROWS": self.rows, "TILES": self.tiles, "WARPS": self.warps}
-        return shape | _options(self.warps, self.registers) | {"enable_fp_fusion": False}
+        return {"ROWS": self.rows, "WARPS": self.warps, "num_warps": self.warps, "enable_fp_fusion": False}
 
 
-# The fold by `gluon_fold` on Hopper, heads of 128; None: never. To be set by scripts/gpu/lab_rows.py: of two buffers of
-# half a head (82 kB) two programs fit, of a quarter (49 kB) four. Direct: scripts/gpu/lab_fold.py; (64, 4) has 122
-# registers, so that four programs (128 kB of state on the way) share a multiprocessor.
-COPIED_FOLD: Copied | Direct | None = None
+# On Hopper, heads of 128. One / eight tokens of 8 layers x 32 x 12 heads: 117 / 124 us (1.22 / 1.21 x floor); 64 rows
+# of 4 or 8 warps, 16 of 2 alike. In Triton 130 / 165; with states and records copied into shared memory by programs
+# that go through many tiles 129 / 147; with two or four tiles a program 119 / 126 and 120 / 138.
+DIRECT = Direct(32, 4)
 
 
 def dependent_launch(can_be: bool) -> dict[str, bool]:
@@ -99,11 +75,6 @@ def dependent_launch(can_be: bool) -> dict[str, bool]:
     instead of 5.3, verify of 32 x 12 15.7 instead of 16.0. Where programs queue up it gains nothing: decode of 32 x 12
     18.9 (18.5)."""
     return {"PDL": True, "launch_pdl": True} if can_be else {}
-
-
-def copied_fold() -> Copied | Direct | None:
-    """The same, as `fused` asks for it."""
-    return COPIED_FOLD
 
 
 def decode(size: int, programs: int) -> Tile:
@@ -120,8 +91,7 @@ def decode(size: int, programs: int) -> Tile:
 
 
 def fold(size: int) -> Tile:
-    """Rows of V never meet: programs of half a head. One token of 8 layers x 32 x 12 heads: 112 us; eight: 163, of
-    which 50 are the sums; with later states fetched ahead 143 and 227."""
+    """In Triton, where `DIRECT` is not for. Rows of V never meet: programs of half a head."""
     if size >= 128:
         return Tile(PART, 64, 4, 128)
     rows = min(32, size)

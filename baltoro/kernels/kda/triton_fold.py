@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from baltoro.kernels.kda.triton_token import advance, fetch_lines, load_keys, load_state, store_state
+from baltoro.kernels.kda.triton_token import advance, load_keys, load_state, store_state
 
 
 @triton.jit
@@ -20,10 +20,9 @@ def fold_kernel(
     x_ptr, k_ptr, v_ptr, decay_ptr, beta_ptr, history_ptr, state_ptr, slots_ptr, accepted_ptr,
     num_requests, window, history_layer, history_slot, history_row, state_layer, state_slot,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BC: tl.constexpr, PART: tl.constexpr, ROWS: tl.constexpr,
-    TAPS: tl.constexpr, IS_EARLY: tl.constexpr, FETCHES: tl.constexpr,
+    TAPS: tl.constexpr,
 ):  # fmt: skip
-    """Grid (H x V / ROWS, N, L). The order of sums is `decode_kernel`'s for the same PART. IS_EARLY: ask for inputs of
-    the convolution before the sums; FETCHES: and for the records of all tokens, into the L2 cache."""
+    """Grid (H x V / ROWS, N, L). The order of sums is `decode_kernel`'s for the same PART."""
     NP: tl.constexpr = BC // PART
     CHUNKS: tl.constexpr = (V + ROWS - 1) // ROWS
     h, chunk = tl.program_id(0) // CHUNKS, tl.program_id(0) % CHUNKS
@@ -35,16 +34,8 @@ def fold_kernel(
     row = chunk * ROWS + tl.arange(0, ROWS)
     has_row = row < V
     rows = state_ptr + layer * state_layer + slot * state_slot + h * (V * K) + row * K
-    line = (layer * num_requests + n) * window * H + h
     tile = load_state(rows, has_row, K, PART, NP)
-    inputs = x_ptr + (layer * num_requests + n) * window * (H * (2 * K + V))
-    history = history_ptr + layer * history_layer + slot * history_slot
-    if FETCHES:  # the next token's vectors are asked for one step ahead, which is too late where they are in memory
-        fetch_lines(k_ptr + line * K, H * K, count, K)
-        fetch_lines(decay_ptr + line * K, H * K, count, K)
-        fetch_lines(v_ptr + line * V, H * V, count, V)
-    if IS_EARLY:
-        kept = load_kept(inputs, history, h, count, chunk == 0, history_row, H, K, V, BC, TAPS)
+    line = (layer * num_requests + n) * window * H + h
     k = load_keys(k_ptr + line * K, K, PART, NP, 0.0)
     decay = load_keys(decay_ptr + line * K, K, PART, NP, 1.0)
     v = tl.load(v_ptr + line * V + row, mask=has_row, other=0.0).to(tl.float32)
@@ -60,27 +51,20 @@ def fold_kernel(
         k, decay, v, beta = next_k, next_decay, next_v, next_beta
     store_state(rows, has_row, tile, K, PART, NP)
     if chunk == 0:
-        if not IS_EARLY:
-            kept = load_kept(inputs, history, h, count, True, history_row, H, K, V, BC, TAPS)
-        store_kept(kept, history, h, history_row, H, K, V, BC, TAPS)
+        inputs = x_ptr + (layer * num_requests + n) * window * (H * (2 * K + V))
+        history = history_ptr + layer * history_layer + slot * history_slot
+        shift_history(inputs, history, h, count, history_row, H, K, V, BC, TAPS)
 
 
 @triton.jit
-def channels(h, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BC: tl.constexpr):
-    """Where a head's q, k and v lie among the inputs of a token, [4, BC], and which of these places there are."""
+def shift_history(
+    x, history, h, count, history_row, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BC: tl.constexpr,
+    TAPS: tl.constexpr,
+):  # fmt: skip
+    """In place: a head's last TAPS - 1 inputs of q, k and v, after `count` more inputs x [count, 2HK + HV]."""
     kind, place = tl.arange(0, 4)[:, None], tl.arange(0, BC)[None, :]
     live = ((kind < 2) & (place < K)) | ((kind == 2) & (place < V))
-    return tl.where(kind < 2, (kind * H + h) * K, 2 * H * K + h * V) + place, live
-
-
-@triton.jit
-def load_kept(
-    x, history, h, count, is_wanted, history_row, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    BC: tl.constexpr, TAPS: tl.constexpr,
-):  # fmt: skip
-    """A head's last TAPS - 1 inputs of q, k and v, after `count` more inputs x [count, 2HK + HV]."""
-    channel, live = channels(h, H, K, V, BC)
-    live = live & is_wanted
+    channel = tl.where(kind < 2, (kind * H + h) * K, 2 * H * K + h * V) + place
     kept = ()
     for j in tl.static_range(TAPS - 1):
         is_old = j + count < TAPS - 1
@@ -88,16 +72,6 @@ def load_kept(
         token = tl.where(is_old, 0, j + count - (TAPS - 1))
         new = tl.load(x + token * (H * (2 * K + V)) + channel, mask=live & (is_old == 0), other=0.0)
         kept += (tl.where(is_old, old, new.to(old.dtype)),)
-    return kept
-
-
-@triton.jit
-def store_kept(
-    kept, history, h, history_row, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BC: tl.constexpr,
-    TAPS: tl.constexpr,
-):  # fmt: skip
-    """Write them over those that were there."""
-    channel, live = channels(h, H, K, V, BC)
     tl.debug_barrier()  # no thread may still have to read what another writes
     for j in tl.static_range(TAPS - 1):
         tl.store(history + j * history_row + channel, kept[j], mask=live)

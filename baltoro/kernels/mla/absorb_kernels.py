@@ -1,9 +1,13 @@
-"""Triton kernels before and behind latent attention. 64-bit offsets into the cache. Importing this needs triton."""
+"""Triton kernels before and behind latent attention. 64-bit offsets into the cache. Importing this needs triton.
+
+PDL: a program loads its weights while the kernel in front still runs, waits for it and lets the next one start.
+"""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 @triton.jit
@@ -11,7 +15,7 @@ def enter_kernel(
     q, row, gain, kv_b, kv, pages, offsets, query, num, eps, q_token, q_head, row_token, kv_page, kv_row,
     H: tl.constexpr, K: tl.constexpr, BOTH: tl.constexpr, R: tl.constexpr, S: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
-    INTERPRET: tl.constexpr,
+    PDL: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """Program (columns of the latent, head, tokens): its part of the query; the last of each head copies the shared
     part and norms and writes every H-th token's row of the cache."""
@@ -27,12 +31,18 @@ def enter_kernel(
         weight = tl.load(
             kv_b + (head * BOTH + k[:, None]) * R + column[None, :], mask=(k < K)[:, None] & is_column, other=0.0
         )
+        if PDL:
+            gdc_wait()
+            gdc_launch_dependents()
         x = tl.load(q_at + k[None, :], mask=is_token & (k < K)[None, :], other=0.0)
         if INTERPRET:  # the interpreter multiplies the bit patterns of bf16
             x, weight = x.to(tl.float32), weight.to(tl.float32)
         product = tl.dot(x, weight, input_precision="ieee")
         tl.store(out_at + column[None, :], product.to(query.dtype.element_ty), mask=is_token & is_column)
     else:
+        if PDL:
+            gdc_wait()
+            gdc_launch_dependents()
         s = tl.arange(0, BLOCK_S)
         is_shared = is_token & (s < S)[None, :]
         tl.store(out_at + R + s[None, :], tl.load(q_at + K + s[None, :], mask=is_shared, other=0.0), mask=is_shared)
@@ -53,7 +63,7 @@ def enter_kernel(
 def leave_kernel(
     out, kv_b, gate, result, num, gate_token,
     H: tl.constexpr, V: tl.constexpr, BOTH: tl.constexpr, R: tl.constexpr, BLOCK_R: tl.constexpr,
-    COLUMNS: tl.constexpr, ROWS: tl.constexpr, HAS_GATE: tl.constexpr, INTERPRET: tl.constexpr,
+    COLUMNS: tl.constexpr, ROWS: tl.constexpr, HAS_GATE: tl.constexpr, PDL: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """Program (values, head, tokens): values of a head from its latent result, times the sigmoid of the gate."""
     value, head = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS), tl.program_id(1)
@@ -64,6 +74,9 @@ def leave_kernel(
         mask=is_value[:, None] & (r < R)[None, :],
         other=0.0,
     )
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     at = (token[:, None].to(tl.int64) * H + head) * R + r[None, :]
     x = tl.load(out + at, mask=is_token & (r < R)[None, :], other=0.0).to(weight.dtype)
     if INTERPRET:

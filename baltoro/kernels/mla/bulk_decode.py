@@ -3,10 +3,9 @@
 Triton's pipeliner wants three buffers where a warp group multiplies from shared memory, and three tiles of 64 keys are
 more than a program may have. Two are enough if the next but one is asked for as soon as its buffer has been used: one
 tile of 72 kB is always under way. Copies by the engine cost no instructions and no registers.
-Where there are 16 query rows, three buffers of the 512 values fit beside one or two of the other 64 (`SHAREDS`): while
-a tile is multiplied (about 1 us of the 2.3 that memory needs for one) two are under way and not one, so that memory has
-work when the next is asked for. One buffer of the 64 is asked for again between the products; of two, the one just used
-also holds the shares for the second product. Page numbers are loaded a tile ahead, before the wait for its keys.
+A third (beside one of the other 64 values, for 16 query rows) was slower. Page numbers are loaded a tile ahead, before
+the wait for its keys. With `AHEAD` some is read before the kernel in front has ended: that may write queries and rows
+of the window, but no length, page number or earlier row, unless it lets nothing start before its end.
 In and out: as `triton_decode.split_kernel` for pages of 64 keys and 512 + 64 values a row in BF16.
 Importing this needs triton; the interpreter does not know Gluon. Source: spec/kernels.md C.
 """
@@ -45,14 +44,6 @@ def fetch(latent_rows, shared_rows, latents, shareds, ready, row, slot, wanted):
 
 
 @gluon.jit
-def fetch_part(rows, column: gl.constexpr, WIDTH: gl.constexpr, buffers, ready, row, slot, wanted):
-    """Ask for WIDTH values of each row of a tile from `column` on."""
-    bell = ready.index(slot)
-    mbarrier.expect(bell, KEYS * WIDTH * 2, pred=wanted)
-    tma.async_copy_global_to_shared(rows, [row, column], bell, buffers.index(slot), pred=wanted)
-
-
-@gluon.jit
 def blank(latent, keys_left, num_warps: gl.constexpr):
     """Zeros for what lies behind the last key: a share of 0 times a NaN would not be 0."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [num_warps, 1], [1, 0])
@@ -68,13 +59,14 @@ def bulk_split_kernel(
     q, latent_rows, shared_rows, table, lengths, out, lse, scale2,
     q_request, q_row, page_rows, table_request,
     heads, num_rows, window, splits, most,
-    ROWS: gl.constexpr, BUFFERS: gl.constexpr, SHAREDS: gl.constexpr, WRITES_EMPTY: gl.constexpr, PDL: gl.constexpr,
-    num_warps: gl.constexpr,
+    ROWS: gl.constexpr, BUFFERS: gl.constexpr, AHEAD: gl.constexpr, DIRECT: gl.constexpr, WRITES_EMPTY: gl.constexpr,
+    PDL: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """Program (request, split, block of ROWS rows); q, out, lse as in `split_kernel`. page_rows: from page to page.
 
-    BUFFERS of the 512 values a key, SHAREDS of its other 64: as many (2), or 1 or 2 beside 3. most: tiles a request can
-    have by its row of the table; if it has them all, its first pages are asked for together with its length.
+    most: tiles a request can have by its row of the table; if it has them all, its first pages are asked for together
+    with its length. AHEAD, with PDL: before the kernel in front has ended, 1 reads lengths and pages, 2 the first tiles
+    too but for those with a key of the window. DIRECT: results are stored as the matrix unit leaves them.
     The 64 keys of a tile are the rows of one warp group; a second one takes half the query rows in the first product,
     half the channels in the second.
     """
@@ -86,20 +78,14 @@ def bulk_split_kernel(
     by_row: gl.constexpr = gl.SliceLayout(0, scores)
     swizzled: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
 
-    APART: gl.constexpr = BUFFERS != SHAREDS
-    OVER: gl.constexpr = APART and SHAREDS == 2
     latents = gl.allocate_shared_memory(gl.bfloat16, [BUFFERS, KEYS, R], swizzled)
-    shareds = gl.allocate_shared_memory(gl.bfloat16, [SHAREDS, KEYS, D], swizzled)
+    shareds = gl.allocate_shared_memory(gl.bfloat16, [BUFFERS, KEYS, D], swizzled)
     ready = gl.allocate_shared_memory(gl.int64, [BUFFERS, 1], mbarrier.MBarrierLayout())
     for one in gl.static_range(BUFFERS):
         mbarrier.init(ready.index(one), count=1)
-    if APART:
-        shared_ready = gl.allocate_shared_memory(gl.int64, [SHAREDS, 1], mbarrier.MBarrierLayout())
-        for one in gl.static_range(SHAREDS):
-            mbarrier.init(shared_ready.index(one), count=1)
     fence_async_shared()
     gl.thread_barrier()
-    if PDL:
+    if PDL and AHEAD == 0:
         gdc_wait()
         gdc_launch_dependents()
     request, split, block = gl.program_id(0).to(gl.int64), gl.program_id(1), gl.program_id(2)
@@ -117,13 +103,16 @@ def bulk_split_kernel(
     for one in gl.static_range(BUFFERS):
         other = row_of(pages, first + one, page_rows, (one < count) & (first != likely))
         starts += (gl.where(first == likely, (guesses[one] * page_rows).to(gl.int32), other),)
+    old = 0  # tiles that are under way already
+    if PDL and AHEAD == 2:
+        old = gl.minimum(gl.maximum((length - window) // KEYS - first, 0), count)
+        for one in gl.static_range(BUFFERS):
+            fetch(latent_rows, shared_rows, latents, shareds, ready, starts[one], one, one < old)
+    if PDL and AHEAD != 0:
+        gdc_wait()
+        gdc_launch_dependents()
     for one in gl.static_range(BUFFERS):
-        if APART:
-            if one < SHAREDS:
-                fetch_part(shared_rows, R, D, shareds, shared_ready, starts[one], one, one < count)
-            fetch_part(latent_rows, 0, R, latents, ready, starts[one], one, one < count)
-        else:
-            fetch(latent_rows, shared_rows, latents, shareds, ready, starts[one], one, one < count)
+        fetch(latent_rows, shared_rows, latents, shareds, ready, starts[one], one, (one < count) & (one >= old))
 
     row = block * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, wide))
     at = q + request * q_request + row * q_row
@@ -136,8 +125,7 @@ def bulk_split_kernel(
     values = gl.load(at[:, None] + d[None, :], mask=(row < num_rows)[:, None], other=0)
     q_shared = gl.allocate_shared_memory(gl.bfloat16, [ROWS, D], swizzled, values)
     grouped: gl.constexpr = gl.NVMMASharedLayout(min(128, ROWS * 2), 16, 2)
-    if not OVER:
-        shares = gl.allocate_shared_memory(gl.bfloat16, [KEYS, ROWS], grouped)
+    shares = gl.allocate_shared_memory(gl.bfloat16, [KEYS, ROWS], grouped)
     fence_async_shared()
 
     row = block * ROWS + gl.arange(0, ROWS, by_row)
@@ -148,11 +136,8 @@ def bulk_split_kernel(
     acc = gl.zeros([R, ROWS], gl.float32, sums)
     for i in range(count):
         slot = i % BUFFERS
-        latent, shared = latents.index(slot), shareds.index(i % SHAREDS)
+        latent, shared = latents.index(slot), shareds.index(slot)
         later = row_of(pages, first + i + BUFFERS, page_rows, i + BUFFERS < count)
-        if APART:
-            later_shared = row_of(pages, first + i + SHAREDS, page_rows, i + SHAREDS < count)
-            mbarrier.wait(shared_ready.index(i % SHAREDS), (i // SHAREDS) & 1)
         mbarrier.wait(ready.index(slot), (i // BUFFERS) & 1)
         keys_left = length - (first + i) * KEYS
         if keys_left < KEYS:
@@ -171,29 +156,15 @@ def bulk_split_kernel(
         share = gl.exp2(score - base[None, :])
         keep = gl.exp2(best - base)
         total = total * keep[None, :] + share
-        if OVER:
-            gl.thread_barrier()  # every warp has multiplied what the shares take the place of
-            shares = shared._reinterpret(gl.bfloat16, [KEYS, ROWS], grouped)
         shares.store(share.to(gl.bfloat16))
         fence_async_shared()
         gl.thread_barrier()
-        if APART and not OVER:
-            fetch_part(
-                shared_rows, R, D, shareds, shared_ready, later_shared, i % SHAREDS, i + SHAREDS < count
-            )  # fmt: skip
         acc = acc * gl.convert_layout(keep, gl.SliceLayout(0, sums))[None, :]
         acc = warpgroup_mma(latent.permute((1, 0)), shares, acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=[acc])
         best = higher
         gl.thread_barrier()  # every warp has read the buffer
-        if OVER:
-            fetch_part(
-                shared_rows, R, D, shareds, shared_ready, later_shared, i % SHAREDS, i + SHAREDS < count
-            )  # fmt: skip
-        if APART:
-            fetch_part(latent_rows, 0, R, latents, ready, later, slot, i + BUFFERS < count)
-        else:
-            fetch(latent_rows, shared_rows, latents, shareds, ready, later, slot, i + BUFFERS < count)
+        fetch(latent_rows, shared_rows, latents, shareds, ready, later, slot, i + BUFFERS < count)
 
     mass = gl.sum(total, axis=0)
     is_empty = mass == 0
@@ -202,8 +173,11 @@ def bulk_split_kernel(
     lse_row = gl.where(is_empty, float("-inf"), (best + gl.log2(mass)) * 0.6931471805599453)
     gl.store(lse + first_row + row, lse_row, row < num_rows)
     if WRITES_EMPTY or count > 0:
-        result = gl.convert_layout(acc / gl.convert_layout(mass, gl.SliceLayout(0, sums))[None, :], tall)
-        out_row = block * ROWS + gl.arange(0, ROWS, gl.SliceLayout(0, tall))
-        channel = gl.arange(0, R, gl.SliceLayout(1, tall))
+        result = acc / gl.convert_layout(mass, gl.SliceLayout(0, sums))[None, :]
+        stored: gl.constexpr = sums if DIRECT else tall
+        if not DIRECT:
+            result = gl.convert_layout(result, tall)
+        out_row = block * ROWS + gl.arange(0, ROWS, gl.SliceLayout(0, stored))
+        channel = gl.arange(0, R, gl.SliceLayout(1, stored))
         at_out = out + (first_row + out_row)[None, :] * R + channel[:, None]
         gl.store(at_out, result, mask=(out_row < num_rows)[None, :])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from baltoro.kernels.device import has_dependent_launch
 from baltoro.kernels.mla import absorb
 
 ROWS = 16
@@ -13,6 +14,8 @@ ENTER_COLUMNS = 64
 """Of the latent width: 16 kB of weights a program, 8 programs a head and one for the rest at K3's width."""
 LEAVE_COLUMNS = 16
 """Values of a program: 16 kB of weights, 8 programs a head."""
+IS_DEPENDENT = False
+"""Whether a launch may overlap its neighbours, where the device can; not yet measured: scripts/gpu/lab_long.py."""
 
 
 def enter(
@@ -43,7 +46,7 @@ def enter(
             q.stride(0), q.stride(1), row.stride(0), kv.stride(0), kv.stride(1),
             H=heads, K=keys, BOTH=both, R=rank, S=shared, BLOCK_K=max(16, next_power_of_2(keys)),
             BLOCK_R=next_power_of_2(rank), BLOCK_S=next_power_of_2(shared), COLUMNS=columns, ROWS=ROWS,
-            INTERPRET=knobs.runtime.interpret, num_warps=4,
+            INTERPRET=knobs.runtime.interpret, num_warps=4, **_dependence(q),
         )  # fmt: skip
     return query
 
@@ -64,9 +67,13 @@ def leave(out: Tensor, kv_b: Tensor, values: int, gate: Tensor | None, dtype: to
             out, kv_b, out if gate is None else gate, result, num, 0 if gate is None else gate.stride(0),
             H=heads, V=values, BOTH=kv_b.shape[1], R=rank, BLOCK_R=max(16, next_power_of_2(rank)),
             COLUMNS=LEAVE_COLUMNS, ROWS=ROWS, HAS_GATE=gate is not None,
-            INTERPRET=knobs.runtime.interpret, num_warps=4,
+            INTERPRET=knobs.runtime.interpret, num_warps=4, **_dependence(out),
         )  # fmt: skip
     return result
+
+
+def _dependence(tensor: Tensor) -> dict[str, bool]:
+    return {"PDL": True, "launch_pdl": True} if IS_DEPENDENT and has_dependent_launch(tensor) else {"PDL": False}
 
 
 def _is_plain(first: Tensor, second: Tensor, kv_b: Tensor, kv: Tensor) -> bool:

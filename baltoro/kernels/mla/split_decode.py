@@ -20,10 +20,8 @@ from baltoro.kernels.mla import reference
 
 MAX_WINDOW = 8
 MAX_SPLITS = 264
-MERGE_VALUES = 8192
+MERGE_VALUES, MERGE_WARPS = 8192, 8
 """Values that a program of the merge loads at a time, 32 a thread; the fewer, the more programs share the read."""
-MERGE_READS_ALL = False
-"""Whether the merge asks for the parts before it knows which of them there are; not yet measured."""
 MIN_KEYS = 128
 """Keys that are worth a split of their own: below, the merge costs more than it saves."""
 
@@ -37,7 +35,9 @@ class Tiles:
     stages    tiles that are being fetched or multiplied at a time
     flip      the first product has the query rows on the left
     bulk      the Hopper form with the bulk copy engine, where `bulk_fits`
-    shareds   of bulk: buffers of the 64 values that are keys alone; 0: as many as stages
+    ahead     of bulk: before the kernel in front has ended, 1 reads lengths and pages, 2 the first tiles too
+    direct    of bulk: results are stored as the matrix unit leaves them, in pieces of 32 bytes
+    opens     the merge lets the kernel behind it start while the splits still run
     per_unit  programs that share a processor, by shared memory and registers
     """
 
@@ -48,7 +48,9 @@ class Tiles:
     flip: bool = False
     per_unit: int = 1
     bulk: bool = False
-    shareds: int = 0
+    ahead: int = 0
+    direct: bool = False
+    opens: bool = False
 
 
 def choose_tiles(num_rows: int, itemsize: int, page: int, *, is_large: bool) -> Tiles:
@@ -60,7 +62,7 @@ def choose_tiles(num_rows: int, itemsize: int, page: int, *, is_large: bool) -> 
         return Tiles(16, 32, 1, 8)  # 111 kB
     if not is_large or page % 64:  # a tile over several pages needs a page number a key, and registers for them
         return Tiles(16, 32, 3, 4, per_unit=2)  # 93 kB, 158 registers: two programs a processor
-    # with three buffers Tiles(16, 64, 3, 4, bulk=True, shareds=2), 226 kB, not yet measured: scripts/gpu/lab_fold.py
+    # ahead=2, direct=True and opens=True are not yet measured: scripts/gpu/lab_long.py
     if num_rows <= 32:  # 45.6 us for 12 heads x 131,072 keys, 53.7 with (16, 32, 3, 4, per_unit=2)
         return Tiles(16, 64, 2, 4, bulk=True)
     return Tiles(64, 64, 2, 8, bulk=True)  # 96 heads 115 us, 192 with (64, 32, 4, 8, flip)
@@ -137,7 +139,7 @@ def _launch(
     launch((q, kv, table, lengths, parts, sums), (heads, window, splits), scale / math.log(2.0), tiles, is_dependent)
     if is_alone:
         return parts.view(num, rows, latent), sums.view(num, rows)
-    return _merge(parts, sums, is_dependent)
+    return _merge(parts, sums, is_dependent, opens=tiles.opens)
 
 
 def _launch_plain(
@@ -187,12 +189,12 @@ def _launch_bulk(
     bulk_split_kernel[(len(q), sizes[2], -(-rows // tiles.rows))](
         q, *halves, table, lengths, parts, sums, scale2,
         q.stride(0), q.stride(1), page_rows, table.stride(0), sizes[0], rows, *sizes[1:], table.shape[1],
-        ROWS=tiles.rows, BUFFERS=tiles.stages, SHAREDS=tiles.shareds or tiles.stages,
+        ROWS=tiles.rows, BUFFERS=tiles.stages, AHEAD=tiles.ahead, DIRECT=tiles.direct,
         WRITES_EMPTY=sizes[2] == 1, PDL=is_dependent, num_warps=tiles.warps, **launch,
     )  # fmt: skip
 
 
-def _merge(parts: Tensor, sums: Tensor, is_dependent: bool) -> tuple[Tensor, Tensor]:
+def _merge(parts: Tensor, sums: Tensor, is_dependent: bool, *, opens: bool) -> tuple[Tensor, Tensor]:
     """parts [N, splits, rows, R], sums [N, splits, rows] -> [N, rows, R], [N, rows]."""
     import triton
 
@@ -205,6 +207,6 @@ def _merge(parts: Tensor, sums: Tensor, is_dependent: bool) -> tuple[Tensor, Ten
     launch = {"launch_pdl": True} if is_dependent else {}
     merge_kernel[(num, rows, -(-latent // block_r))](
         parts, sums, out, lse, rows, splits,
-        R=latent, BLOCK_R=block_r, BLOCK_S=block_s, READS_ALL=MERGE_READS_ALL, PDL=is_dependent, num_warps=8, **launch,
+        R=latent, BLOCK_R=block_r, BLOCK_S=block_s, OPENS=opens, PDL=is_dependent, num_warps=MERGE_WARPS, **launch,
     )  # fmt: skip
     return out, lse

@@ -143,25 +143,25 @@ def split_kernel(
 @triton.jit(do_not_specialize=["num_rows", "splits"])
 def merge_kernel(
     parts, sums, out, lse, num_rows, splits,
-    R: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr, READS_ALL: tl.constexpr, PDL: tl.constexpr,
+    R: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr, OPENS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (request, row, block of channels): out = sum_s e^(lse_s - lse) part_s, all splits loaded at once.
 
-    Parts of splits at -inf are not read, or (READS_ALL: one wait for memory, not two) dropped: nobody wrote them.
-    -inf everywhere gives 0 and -inf.
+    Parts of splits at -inf are not read: nobody wrote them. -inf everywhere gives 0 and -inf.
+    OPENS, with PDL: the kernel behind may start while the splits still run; it waits for this one all the same.
     """
+    if PDL and OPENS:
+        gdc_launch_dependents()
     if PDL:
         gdc_wait()
+    if PDL and not OPENS:
         gdc_launch_dependents()
     request, row, block = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     s, r = tl.arange(0, BLOCK_S), block * BLOCK_R + tl.arange(0, BLOCK_R)
     place = (request * splits + s) * num_rows + row
     every = tl.load(sums + place, mask=s < splits, other=float("-inf"))
     is_some = every > float("-inf")
-    is_read = s < splits if READS_ALL else is_some
-    part = tl.load(parts + place[:, None] * R + r[None, :], mask=is_read[:, None] & (r < R)[None, :], other=0)
-    if READS_ALL:
-        part = tl.where(is_some[:, None], part, 0.0)
+    part = tl.load(parts + place[:, None] * R + r[None, :], mask=is_some[:, None] & (r < R)[None, :], other=0)
     best = tl.max(every, axis=0)
     base = tl.where(best == float("-inf"), 0.0, best)
     weight = tl.exp(every - base)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from baltoro.errors import ShapeError
-from baltoro.kernels.kda import fused, tiles
+from baltoro.kernels.kda import fused
 from baltoro.kernels.kda import fused_reference as reference
 from baltoro.kernels.kda.fused_reference import MixerWeights, Window
 from tests.kernels.tolerances import TOLERANCES
@@ -197,12 +197,7 @@ def decode_window(fast: Case, layers: int) -> tuple[Window, list[list[tuple[Tens
     return window, after
 
 
-@pytest.mark.parametrize("ahead", [-1, 0])
-def test_fold_equals_repeated_decode_in_every_bit_for_every_accepted_length(
-    ahead: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    chosen = tiles.fold
-    monkeypatch.setattr(tiles, "fold", lambda size: replace(chosen(size), ahead=ahead))
+def test_fold_equals_repeated_decode_in_every_bit_for_every_accepted_length() -> None:
     layers, fast = 2, case([6, 0, 3], 8, heads=1, keys=8, values=6).to(torch.float32)
     window, after = decode_window(fast, layers)
     for accepted in range(9):

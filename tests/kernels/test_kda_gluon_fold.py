@@ -15,8 +15,8 @@ FILE = Path(fused.__file__).parent / "gluon_fold.py"
 H, K, L, G = 2, 128, 2, 8
 
 
-def check_fold(name: str, grid: tuple[int, ...], sizes: tuple[int, ...], shape: tuple[int, ...]) -> None:
-    """sizes: scalars between the tensors and the strides; shape: constants."""
+@pytest.mark.parametrize("rows", [16, 32, 128])
+def test_direct_fold(rows: int) -> None:
     torch.manual_seed(0)
     slots, accepted = torch.tensor([3, 0, 1, 4]), torch.tensor([8, 5, 2, 0], dtype=torch.int32)
     states, histories = torch.randn(5, L, H, K, K), torch.randn(5, L, 3, 3 * H * K).bfloat16()
@@ -29,20 +29,10 @@ def check_fold(name: str, grid: tuple[int, ...], sizes: tuple[int, ...], shape: 
     window_clean = Window(*(part.nan_to_num() for part in fused.window_parts(window)))
     fused_reference.fold(window_clean, *views, slots, accepted)
     untouched = states[0].clone()
-    kernels(FILE)[name](
-        grid, *fused.window_parts(window), histories, states, slots, accepted, *sizes,
-        histories.stride(1), histories.stride(0), histories.stride(2), states.stride(1), states.stride(0), *shape,
+    kernels(FILE)["direct_fold_kernel"](
+        (H * K // rows, 4, L), *fused.window_parts(window), histories, states, slots, accepted, 4, G, H,
+        histories.stride(1), histories.stride(0), histories.stride(2), states.stride(1), states.stride(0), rows, 4, 4,
     )  # fmt: skip
     live = torch.tensor([1, 3, 4])
     assert torch.equal(histories[live], wanted[1][live]) and torch.equal(states[0], untouched)
     assert float((states[live] - wanted[0][live]).norm() / wanted[0][live].norm()) < 1e-6
-
-
-@pytest.mark.parametrize(("rows", "buffers", "programs"), [(64, 2, 3), (32, 3, 5), (128, 2, 16)])
-def test_copied_fold(rows: int, buffers: int, programs: int) -> None:
-    check_fold("copied_fold_kernel", (programs,), (4, L, G, H), (rows, 4, buffers, 4))
-
-
-@pytest.mark.parametrize(("rows", "tiles"), [(16, 1), (64, 1), (128, 1), (32, 2), (64, 2), (32, 4)])
-def test_direct_fold(rows: int, tiles: int) -> None:
-    check_fold("direct_fold_kernel", (H * K // rows // tiles, 4, L), (4, G, H), (rows, tiles, 4, 4))
