@@ -75,8 +75,17 @@ def test_experts(tokens: int, active: int, is_permuted: bool, dtype: torch.dtype
 TURNED = replace(tile_experts.PAIRS.second, split=1, spread=True, signal=3)
 
 
+MANY, FEW = tile_experts.Tile(64, 16, 128, 8, 3, 128, piped=2), tile_experts.Tile(8, 0, 128, 2, 1, few=True)
+GLUON = (MANY, replace(MANY, piped=1), replace(MANY, rows=128, more=0), FEW, replace(FEW, block=64, warps=1))
+
+
 @pytest.mark.parametrize(
-    "plan", [tile_experts.PAIRS, *(plan for _, plan in tile_experts.GROUPS), tile_experts.Plan(TURNED, TURNED)]
+    "plan",
+    [
+        tile_experts.PAIRS,
+        *(plan for _, plan in tile_experts.GROUPS),
+        *(tile_experts.Plan(tile, tile) for tile in (TURNED, *GLUON)),
+    ],
 )
 def test_every_plan_of_permuted_experts_for_few_and_many_rows(plan: tile_experts.Plan) -> None:
     weights = resident_experts("cuda", num=6, width=608, inner=352)
@@ -88,6 +97,8 @@ def test_every_plan_of_permuted_experts_for_few_and_many_rows(plan: tile_experts
         for is_pairs in {plan.rows == 8, False}:
             out = tile_experts.run(z, ids, shares, permuted, (1, 4.0, 25.0), plan, is_pairs=is_pairs)
             assert gap(out, expected) < TOLERANCES["expert_product_grouped"]["bfloat16"]
+        out = tile_experts.run(z, ids, shares, permuted, (1, 4.0, 25.0), plan, is_pairs=False, fake_activations=True)
+        assert 1e-3 < gap(out, expected) < TOLERANCES["expert_product_w4a8"]["bfloat16"]
 
 
 @pytest.mark.parametrize("split", [1, 2, 3])

@@ -265,6 +265,7 @@ def grouped_kernel(
     else:
         sums1 = warpgroup_mma_wait(0, deps=[sums1])
     kept(high, A1)
+    gl.thread_barrier()  # all have done with the inputs, whose memory may serve again
     to = (out_ptr, order_ptr, end, block, width, beta, linear_beta)
     leave(sums1, first, to, N1, BLOCK, WARPS, KIND, IS_FIRST, IS_ORDERED)
     if N2:

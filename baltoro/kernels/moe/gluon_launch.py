@@ -1,7 +1,10 @@
-"""Launches of `gluon_groups`: grouped products of tiled experts, bf16, inputs put in order (`tile_order.arranged`)."""
+"""Launches of grouped products of tiled experts in Gluon, bf16: `gluon_groups` for many rows an expert, inputs put in
+order (`tile_order.arranged`, runs of two), and `gluon_few` for few, inputs as they are.
+"""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,9 +13,31 @@ from torch import Tensor
 from baltoro.kernels.device import has_dependent_launch
 from baltoro.kernels.moe.products import TiledExperts
 from baltoro.kernels.moe.tile_layout import ROW_UNIT, UNIT, padded
+from baltoro.kernels.moe.tile_order import arranged
 
 if TYPE_CHECKING:
-    from baltoro.kernels.moe.tile_experts import Tile
+    from baltoro.kernels.moe.tile_experts import Plan, Tile
+
+
+def parts(
+    x: Tensor,
+    table: Tensor,
+    order: Tensor,
+    experts: TiledExperts,
+    activation: tuple[int, float, float],
+    plan: Plan,
+    num_active: int,
+    fake_activations: bool,
+) -> Tensor:
+    """parts [pairs, M], not weighted yet, of x as `tile_experts.run` has prepared it for the plan's first product."""
+    if plan.first.few:
+        both = partial(few, table=table, order=order, experts=experts)
+        hidden = both(x, activation=activation, num_active=num_active, tile=plan.first, is_rounded=fake_activations)
+        return both(hidden, activation=None, num_active=1, tile=plan.second, is_rounded=False)
+    hidden = first(x, table, order, experts, activation, plan.first, is_ordered=not fake_activations)
+    if fake_activations:
+        hidden = arranged(hidden, None, 2, hidden.shape[1], num_active=1, is_rounded=True)
+    return second(hidden, table, order, experts, plan.second)
 
 
 def first(
@@ -36,11 +61,11 @@ def first(
 
 def second(hidden: Tensor, table: Tensor, order: Tensor, experts: TiledExperts, tile: Tile) -> Tensor:
     """parts [pairs, M] of hidden [pairs, F'] in order, in the order of the pairs."""
-    parts = torch.empty(len(hidden), experts.width, dtype=hidden.dtype, device=hidden.device)
+    out = torch.empty(len(hidden), experts.width, dtype=hidden.dtype, device=hidden.device)
     rows = padded(experts.width, ROW_UNIT)
     options = {"KIND": 0, "IS_FIRST": False, "IS_ORDERED": False}
-    _launch(hidden, table, order, experts.second_packed, experts.second_scale, parts, rows, (1.0, 1.0), tile, options)
-    return parts
+    _launch(hidden, table, order, experts.second_packed, experts.second_scale, out, rows, (1.0, 1.0), tile, options)
+    return out
 
 
 def few(

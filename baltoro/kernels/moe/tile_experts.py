@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from baltoro.errors import InvariantError
-from baltoro.kernels.device import has_dependent_launch
+from baltoro.kernels.device import HOPPER, has_dependent_launch, machine
 from baltoro.kernels.moe import gluon_launch
 from baltoro.kernels.moe.products import TiledExperts
 from baltoro.kernels.moe.tile_layout import ROW_UNIT, UNIT, padded
@@ -38,9 +38,9 @@ class Tile:
     signal      eighths of its columns that each program of the first product has gone over before programs of the
                 second may start: what these ask for too early has left the second cache when they need it
     piped       not 0: grouped, by wgmma, the form in Gluon, which converts while it multiplies (gluon_groups.py);
-                how many halves of a unit's inputs come with one copy, 1 or 2
-    few         grouped, in tiles of 8: the form in Gluon without shared memory (gluon_few.py); 64 rows of weights a
-                warp, no stages
+                how many halves of a unit's inputs come with one copy, 1 or 2; the first product's for both
+    few         grouped, in tiles of 8: the form in Gluon without shared memory (gluon_few.py), 64 rows of weights a
+                warp, no stages; the first product's for both
     in_place    wgmma's inputs are loaded where they lie, four bytes at a time, not put in order by another launch
     """
 
@@ -61,7 +61,7 @@ class Tile:
     @property
     def wide(self) -> int:
         """Columns in a run of a thread's operand: Triton takes wgmma for four warps and 64 rows of weights or more."""
-        return 2 if self.warps % 4 == 0 and self.block >= 64 else 8
+        return 2 if self.warps % 4 == 0 and self.block >= 64 and not self.few else 8
 
     @property
     def is_arranged(self) -> bool:
@@ -145,15 +145,9 @@ def run(
         x = arrange(z, order, 2, experts.width, is_rounded=fake_activations)
     elif fake_activations:
         x = arrange(z, None, BLOCK, experts.width, is_rounded=True)
-    if plan.first.piped and not is_pairs:
-        inner = gluon_launch.first(x, table, order, experts, activation, plan.first, is_ordered=not fake_activations)
-        if fake_activations:
-            inner = arrange(inner, None, 2, inner.shape[1], is_rounded=True)
-        return combine(gluon_launch.second(inner, table, order, experts, plan.second), weights, z)
-    if plan.first.few and not is_pairs:
-        few = partial(gluon_launch.few, table=table, order=order, experts=experts, tile=plan.first)
-        inner = few(x, activation=activation, num_active=ids.shape[1], is_rounded=fake_activations)
-        return combine(few(inner, activation=None, num_active=1, is_rounded=False), weights, z)
+    if (plan.first.piped or plan.first.few) and not is_pairs and _is_for_gluon(z):
+        parts = gluon_launch.parts(x, table, order, experts, activation, plan, ids.shape[1], fake_activations)
+        return combine(parts, weights, z)
     inputs, grid = Inputs(is_arranged, is_rounded), ids.numel() if is_pairs else table.shape[1]
     hidden, counters = first(x, table, ids, order, experts, activation, plan, grid, inputs, is_pairs=is_pairs)
     is_arranged, is_rounded = plan.second.is_arranged and not is_pairs, fake_activations and not is_rounded
@@ -163,6 +157,10 @@ def run(
         return second_of_pairs(hidden, ids, weights, counters, experts, plan.second, z.dtype)
     parts = second_of_groups(hidden, table, order, experts, plan.second)
     return combine(parts, weights, z)
+
+
+def _is_for_gluon(z: Tensor) -> bool:
+    return z.dtype == torch.bfloat16 and machine(z.device.type, z.device.index or 0).capability in HOPPER
 
 
 def _shape(tile: Tile) -> dict[str, Any]:
