@@ -40,6 +40,12 @@ def columns_of(
 
 
 @gluon.jit
+def asked(words, scales, words_at, scale_at, num_units, m: gl.constexpr):
+    """Words and scale bytes of a unit's tile m, 16 rows a warp."""
+    return gl.load(words + (words_at + m * num_units * 256)), gl.load(scales + (scale_at + m * num_units * 64))
+
+
+@gluon.jit
 def step(words, scale, low_x, high_x, sums, ROWS: gl.constexpr, A: gl.constexpr):
     """sums [ROWS, 8] += a unit of 16 rows a warp, converted."""
     factor = gl.minimum(scale.to(gl.int32) + 94, 255) << 7
@@ -86,6 +92,44 @@ def store(value, out, place, live, column, width):
 
 
 @gluon.jit
+def leave(
+    sums, out, order, block, first, end, width, beta, linear_beta, WARPS: gl.constexpr, KIND: gl.constexpr,
+    IS_FIRST: gl.constexpr, IS_ROUNDED: gl.constexpr, SUMS: gl.constexpr,
+):  # fmt: skip
+    """Four tiles of sums [16 WARPS, 8] to their rows of `out`, activated, or to where the pairs are."""
+    if IS_FIRST:
+        out0, out1 = (
+            hidden_of(sums[0], beta, linear_beta, WARPS, KIND),
+            hidden_of(sums[1], beta, linear_beta, WARPS, KIND),
+        )
+        out2, out3 = (
+            hidden_of(sums[2], beta, linear_beta, WARPS, KIND),
+            hidden_of(sums[3], beta, linear_beta, WARPS, KIND),
+        )
+        if IS_ROUNDED:  # 32 columns are a warp's
+            largest = gl.maximum(largest_of(out0), largest_of(out1))
+            largest = gl.maximum(largest, gl.maximum(largest_of(out2), largest_of(out3)))
+            largest = gl.expand_dims(largest, 1)
+            out0, out1 = rounded(out0, largest), rounded(out1, largest)
+            out2, out3 = rounded(out2, largest), rounded(out3, largest)
+        outs = (out0, out1, out2, out3)
+    else:
+        outs = (sums[0] * 4294967296.0, sums[1] * 4294967296.0, sums[2] * 4294967296.0, sums[3] * 4294967296.0)
+    LAST: gl.constexpr = gl.BlockedLayout([1, 2], [8, 4], [WARPS, 1], [1, 0]) if IS_FIRST else SUMS
+    RUN: gl.constexpr = 8 if IS_FIRST else 16
+    n = gl.arange(0, N, gl.SliceLayout(0, LAST))
+    i = gl.arange(0, RUN * WARPS, gl.SliceLayout(1, LAST))
+    column, live = block * (4 * RUN * WARPS) + i // RUN * (4 * RUN) + i % RUN, end - (first + n)
+    if IS_FIRST:
+        place = (first + n).to(gl.int64)
+    else:
+        place = gl.load(order + (first + n), mask=live > 0, other=0)
+    for m in gl.static_range(4):
+        value = gl.reshape(outs[m], [RUN * WARPS, N])
+        store(gl.convert_layout(value, LAST), out, place, live, column + m * RUN, width)
+
+
+@gluon.jit
 def few_kernel(
     x_ptr, table_ptr, order_ptr, packed_ptr, scales_ptr, out_ptr,
     num_experts, num_active, num_units, num_row_tiles, stride, x_width, width, beta, linear_beta,
@@ -124,11 +168,11 @@ def few_kernel(
     i, byte = gl.arange(0, ROWS, gl.SliceLayout(1, BYTES)), gl.arange(0, 4, gl.SliceLayout(0, BYTES))
     scale_at = ((i // 16 * 8 + i % 16 // 8) * num_units * 32 + i % 8 * 4)[:, None] + byte[None, :]
     start = (expert * num_row_tiles + block * (8 * WARPS)) * num_units
-    w, s, next_w, next_s = packed_ptr + start * 128, scales_ptr + start * 32, num_units * 256, num_units * 64
-    words0, scale0 = gl.load(w + words_at), gl.load(s + scale_at)
-    words1, scale1 = gl.load(w + (words_at + next_w)), gl.load(s + (scale_at + next_s))
-    words2, scale2 = gl.load(w + (words_at + 2 * next_w)), gl.load(s + (scale_at + 2 * next_s))
-    words3, scale3 = gl.load(w + (words_at + 3 * next_w)), gl.load(s + (scale_at + 3 * next_s))
+    w, s = packed_ptr + start * 128, scales_ptr + start * 32
+    words0, scale0 = asked(w, s, words_at, scale_at, num_units, 0)
+    words1, scale1 = asked(w, s, words_at, scale_at, num_units, 1)
+    words2, scale2 = asked(w, s, words_at, scale_at, num_units, 2)
+    words3, scale3 = asked(w, s, words_at, scale_at, num_units, 3)
     if PDL and not IS_FIRST:
         gdc_wait()
     place = first + gl.arange(0, N, gl.SliceLayout(1, INPUTS))
@@ -146,34 +190,14 @@ def few_kernel(
         following = gl.minimum(unit + 1, num_units - 1)
         w, s = packed_ptr + (start + following) * 128, scales_ptr + (start + following) * 32
         sums0 = step(words0, scale0, low, high, sums0, ROWS, A)
-        words0, scale0 = gl.load(w + words_at), gl.load(s + scale_at)
+        words0, scale0 = asked(w, s, words_at, scale_at, num_units, 0)
         sums1 = step(words1, scale1, low, high, sums1, ROWS, A)
-        words1, scale1 = gl.load(w + (words_at + next_w)), gl.load(s + (scale_at + next_s))
+        words1, scale1 = asked(w, s, words_at, scale_at, num_units, 1)
         sums2 = step(words2, scale2, low, high, sums2, ROWS, A)
-        words2, scale2 = gl.load(w + (words_at + 2 * next_w)), gl.load(s + (scale_at + 2 * next_s))
+        words2, scale2 = asked(w, s, words_at, scale_at, num_units, 2)
         sums3 = step(words3, scale3, low, high, sums3, ROWS, A)
-        words3, scale3 = gl.load(w + (words_at + 3 * next_w)), gl.load(s + (scale_at + 3 * next_s))
-    if IS_FIRST:
-        out0, out1 = hidden_of(sums0, beta, linear_beta, WARPS, KIND), hidden_of(sums1, beta, linear_beta, WARPS, KIND)
-        out2, out3 = hidden_of(sums2, beta, linear_beta, WARPS, KIND), hidden_of(sums3, beta, linear_beta, WARPS, KIND)
-        if IS_ROUNDED:  # 32 columns are a warp's
-            largest = gl.maximum(largest_of(out0), largest_of(out1))
-            largest = gl.maximum(largest, gl.maximum(largest_of(out2), largest_of(out3)))
-            largest = gl.expand_dims(largest, 1)
-            out0, out1 = rounded(out0, largest), rounded(out1, largest)
-            out2, out3 = rounded(out2, largest), rounded(out3, largest)
-        outs = (out0, out1, out2, out3)
-    else:
-        outs = (sums0 * 4294967296.0, sums1 * 4294967296.0, sums2 * 4294967296.0, sums3 * 4294967296.0)
-    LAST: gl.constexpr = gl.BlockedLayout([1, 2], [8, 4], [WARPS, 1], [1, 0]) if IS_FIRST else SUMS
-    RUN: gl.constexpr = 8 if IS_FIRST else 16
-    n = gl.arange(0, N, gl.SliceLayout(0, LAST))
-    i = gl.arange(0, RUN * WARPS, gl.SliceLayout(1, LAST))
-    column, live = block * (4 * RUN * WARPS) + i // RUN * (4 * RUN) + i % RUN, end - (first + n)
-    if IS_FIRST:
-        place = (first + n).to(gl.int64)
-    else:
-        place = gl.load(order_ptr + (first + n), mask=live > 0, other=0)
-    for m in gl.static_range(4):
-        value = gl.reshape(outs[m], [RUN * WARPS, N])
-        store(gl.convert_layout(value, LAST), out_ptr, place, live, column + m * RUN, width)
+        words3, scale3 = asked(w, s, words_at, scale_at, num_units, 3)
+    leave(
+        (sums0, sums1, sums2, sums3), out_ptr, order_ptr, block, first, end, width, beta, linear_beta,
+        WARPS, KIND, IS_FIRST, IS_ROUNDED, SUMS,
+    )  # fmt: skip

@@ -103,6 +103,15 @@ def kept(value, A: gl.constexpr):
 
 
 @gluon.jit
+def places(num_units, WORDS: gl.constexpr, BYTES: gl.constexpr, BLOCK: gl.constexpr):
+    """Where a unit's words [BLOCK, 16] and scale bytes [BLOCK, 4] lie."""
+    i, word = gl.arange(0, BLOCK, gl.SliceLayout(1, WORDS)), gl.arange(0, 16, gl.SliceLayout(0, WORDS))
+    words_at = ((i // 8) * num_units * 128 + i % 8 * 16)[:, None] + word[None, :]
+    i, byte = gl.arange(0, BLOCK, gl.SliceLayout(1, BYTES)), gl.arange(0, 4, gl.SliceLayout(0, BYTES))
+    return words_at, ((i // 8) * num_units * 32 + i % 8 * 4)[:, None] + byte[None, :]
+
+
+@gluon.jit
 def asked(packed, scales, unit, num_units, words_at, scale_at):
     """A unit's words and scale bytes; those of the last unit again beyond it."""
     unit = gl.minimum(unit, num_units - 1)
@@ -123,6 +132,19 @@ def fetch(x1, x2, boxes1, boxes2, bells, first, unit, num_units, N1: gl.constexp
         if N2:
             to = boxes2.index(slot * (2 // HALVES) + half)
             tma.async_copy_global_to_shared(x2, [at, first + N1, 0], bell, to, pred=wanted)
+
+
+@gluon.jit
+def begun(weights, tiles1, tiles2, at, sums1, sums2, N2: gl.constexpr, A2: gl.constexpr):
+    """The sums, to which a half's products are being added; those of the half before are done."""
+    sums1 = warpgroup_mma(weights, tiles1.index(at).permute((1, 0)), sums1, is_async=True)
+    if N2:
+        again = gl.convert_layout(weights, A2, assert_trivial=True)
+        sums2 = warpgroup_mma(again, tiles2.index(at).permute((1, 0)), sums2, is_async=True)
+        sums1, sums2 = warpgroup_mma_wait(2, deps=[sums1, sums2])
+    else:
+        sums1 = warpgroup_mma_wait(1, deps=[sums1])
+    return sums1, sums2
 
 
 @gluon.jit
@@ -219,10 +241,7 @@ def grouped_kernel(
     gl.thread_barrier()
     for unit in gl.static_range(STAGES - 1):
         fetch(x1, x2, boxes1, boxes2, bells, first, unit, num_units, N1, N2, STAGES, HALVES)
-    i, word = gl.arange(0, BLOCK, gl.SliceLayout(1, WORDS)), gl.arange(0, 16, gl.SliceLayout(0, WORDS))
-    words_at = ((i // 8) * num_units * 128 + i % 8 * 16)[:, None] + word[None, :]
-    i, byte = gl.arange(0, BLOCK, gl.SliceLayout(1, BYTES)), gl.arange(0, 4, gl.SliceLayout(0, BYTES))
-    scale_at = ((i // 8) * num_units * 32 + i % 8 * 4)[:, None] + byte[None, :]
+    words_at, scale_at = places(num_units, WORDS, BYTES, BLOCK)
     start = (expert * num_row_tiles + block * (BLOCK // 8)) * num_units
     packed, scales = packed_ptr + start * 128, scales_ptr + start * 32
     words, scale = asked(packed, scales, 0, num_units, words_at, scale_at)
@@ -240,25 +259,13 @@ def grouped_kernel(
         )
         low = first_half(one, two, factor, A1)
         mbarrier.wait(bells.index(slot), (unit // STAGES) & 1)
-        sums1 = warpgroup_mma(low, tiles1.index(slot * 2).permute((1, 0)), sums1, is_async=True)
-        if N2:
-            again = gl.convert_layout(low, A2, assert_trivial=True)
-            sums2 = warpgroup_mma(again, tiles2.index(slot * 2).permute((1, 0)), sums2, is_async=True)
-            sums1, sums2 = warpgroup_mma_wait(2, deps=[sums1, sums2])
-        else:
-            sums1 = warpgroup_mma_wait(1, deps=[sums1])
+        sums1, sums2 = begun(low, tiles1, tiles2, slot * 2, sums1, sums2, N2, A2)
         kept(high, A1)
         gl.thread_barrier()  # all have done with the unit before
         fetch(x1, x2, boxes1, boxes2, bells, first, unit + STAGES - 1, num_units, N1, N2, STAGES, HALVES)
         words, scale = asked(packed, scales, unit + 1, num_units, words_at, scale_at)
         high = second_half(one, two, factor, A1)
-        sums1 = warpgroup_mma(high, tiles1.index(slot * 2 + 1).permute((1, 0)), sums1, is_async=True)
-        if N2:
-            again = gl.convert_layout(high, A2, assert_trivial=True)
-            sums2 = warpgroup_mma(again, tiles2.index(slot * 2 + 1).permute((1, 0)), sums2, is_async=True)
-            sums1, sums2 = warpgroup_mma_wait(2, deps=[sums1, sums2])
-        else:
-            sums1 = warpgroup_mma_wait(1, deps=[sums1])
+        sums1, sums2 = begun(high, tiles1, tiles2, slot * 2 + 1, sums1, sums2, N2, A2)
         kept(low, A1)
     if N2:
         sums1, sums2 = warpgroup_mma_wait(0, deps=[sums1, sums2])
