@@ -11,7 +11,7 @@ from torch import Tensor
 
 from baltoro.bench.kernels.moe import resident_experts
 from baltoro.kernels.linear import fast, reference
-from baltoro.kernels.moe import fast_experts, fast_route, tile_experts
+from baltoro.kernels.moe import fast_experts, fast_route, tile_experts, tile_order
 from baltoro.kernels.moe.experts import grouped
 from baltoro.kernels.moe.permute import permute_experts
 from baltoro.kernels.moe.reference import route, situ_glu
@@ -125,10 +125,10 @@ def test_pairs_are_added_up_by_the_last_program_always_in_the_same_order(tokens:
 @pytest.mark.parametrize("tokens", [1, 700])
 def test_pairs_are_grouped_and_rounded_as_in_torch(tokens: int) -> None:
     ids = torch.rand(tokens, 112, device="cuda").topk(16).indices
-    order, table = tile_experts.grouped(ids, 112, 16)
+    order, table = tile_order.grouped(ids, 112, 16)
     expected_order, expected = tile_table(ids, 112, 16)
     assert torch.equal(order, expected_order) and torch.equal(table[0], expected[0])
     assert torch.equal(table[:, table[0] < 112], expected[:, expected[0] < 112])
     x = torch.randn(tokens, 608, device="cuda").bfloat16() * 30
-    rounded = tile_experts.arranged(x, None, 8, 608, num_active=1, is_rounded=True)
-    assert torch.equal(rounded, tile_experts.arranged(mxfp8.fake(x), None, 8, 608, num_active=1, is_rounded=False))
+    rounded = tile_order.arranged(x, None, 8, 608, num_active=1, is_rounded=True)
+    assert torch.equal(rounded, tile_order.arranged(mxfp8.fake(x), None, 8, 608, num_active=1, is_rounded=False))

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from baltoro.kernels.moe import fast_experts, tile_experts
+from baltoro.kernels.moe import fast_experts, tile_experts, tile_order
 from baltoro.kernels.moe.experts import gathered
 from baltoro.kernels.moe.permute import permute_experts
 from baltoro.kernels.moe.products import ExpertWeights, Packed
@@ -119,7 +119,7 @@ def test_inputs_are_put_in_order_and_rounded_as_mxfp8(dtype: torch.dtype, wide: 
     x = torch.randn(5, 160) * 10.0 ** torch.randint(-6, 4, (5, 1))
     x[0, 32:64], x[1, 3], x[2, :32] = 0.0, -448.0, 3e-41
     x, order = x.to(dtype), torch.tensor([9, 0, 4])
-    arranged = partial(tile_experts.arranged, order=order, wide=wide, width=160, num_active=2)
+    arranged = partial(tile_order.arranged, order=order, wide=wide, width=160, num_active=2)
     column = torch.arange(256)
     inside, block = column % 16, column % 128 // 32
     place = column // 128 * 128 + column % 32 // 16 * 64 + inside // wide * 4 * wide + block * wide + inside % wide
@@ -133,7 +133,7 @@ def test_inputs_are_put_in_order_and_rounded_as_mxfp8(dtype: torch.dtype, wide: 
 @pytest.mark.parametrize(("tokens", "active", "num", "rows"), [(7, 2, 5, 2), (300, 2, 3, 160), (1, 1, 9, 8)])
 def test_pairs_are_grouped_as_in_torch(tokens: int, active: int, num: int, rows: int) -> None:
     ids = torch.rand(tokens, num).topk(active).indices
-    order, table = tile_experts.grouped(ids, num, rows)
+    order, table = tile_order.grouped(ids, num, rows)
     expected_order, expected = tile_table(ids, num, rows)
     assert torch.equal(order, expected_order) and torch.equal(table[0], expected[0])
     assert torch.equal(table[:, table[0] < num], expected[:, expected[0] < num])
