@@ -83,6 +83,8 @@ def test_what_a_slow_disk_brings_after_a_flush_is_not_found(tmp_path: Path, monk
     for at, prompt in enumerate(several):
         submit(engine, f"r{at}", prompt, max_tokens=4)
         run(engine)
+    while engine.stats()["disk_pending_bytes"]:  # else what is awaited may be a write that has not landed yet
+        engine.scheduler.memory.poll()
     gate, is_read = threading.Event(), threading.Event()
     work: Callable[..., Any] = DiskTier._do
 

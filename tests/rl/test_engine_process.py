@@ -173,7 +173,7 @@ def test_what_cannot_be_is_refused(policy: EnginePolicy, folder: Path) -> None:
 # ---- sleep ---------------------------------------------------------------------------------------------------------
 def test_asleep_the_pool_is_given_back_and_everything_goes_on_afterwards(folder: Path, here: Here) -> None:
     """Memory drops and comes back; what ran, what came meanwhile and what was published meanwhile are all right."""
-    size = 128 << 20
+    size = 256 << 20  # the arena a fifth of the process: what else it takes or leaves meanwhile is not 5 % of it
     config = engine_config(memory_bytes=size, num_slots=8, num_pages=size // 4 // 16 // 80, is_poisoned=True)
     with start(folder, config=config) as policy:
         policy.publish(1, tensors(1))
