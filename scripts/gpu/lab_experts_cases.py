@@ -11,7 +11,7 @@ from baltoro.bench.kernels.moe import ACTIVE, INNER, LATENT, RESIDENT
 from baltoro.kernels.moe import tile_experts
 from baltoro.kernels.moe.permute import empty
 from baltoro.kernels.moe.products import TiledExperts
-from baltoro.kernels.moe.tile_experts import Plan, Tile
+from baltoro.kernels.moe.tile_experts import FEW, MANY, Plan, Tile
 
 DEVICE = "cuda"
 ACTIVATION = (1, 4.0, 25.0)  # SiTU
@@ -23,7 +23,6 @@ CASES = {
     "64 pairs": (4, ACTIVE, True), "64 rows": (4, ACTIVE, False),
 }  # fmt: skip
 PAIR, LAST = Tile(8, 0, 128, 2, 3), Tile(8, 0, 128, 2, 3, split=2)
-MANY = Tile(64, 16, 128, 8, 3, 128)
 
 
 def both(tile: Tile, **changes: object) -> Plan:
@@ -48,23 +47,24 @@ VARIANTS: dict[str, tuple[Plan, ...]] = {
         Plan(replace(PAIR, spread=True, stages=4), replace(LAST, stages=4)),
     ),
     "512 rows": (
-        both(Tile(8, 0, 128, 2, 1, few=True)), both(Tile(8, 0, 128, 2, 4)), both(Tile(8, 0, 64, 1, 1, few=True)),
-        both(Tile(8, 0, 128, 2, 3)), both(Tile(8, 0, 256, 4, 1, few=True)), both(Tile(8, 0, 128, 2, 3, fetch=0)),
-        both(Tile(8, 0, 128, 2, 3, spread=True)), both(Tile(8, 0, 64, 1, 1, 128, few=True)),
+        both(FEW), both(replace(FEW, few=False)), both(replace(FEW, block=64, warps=1, registers=128)),
+        both(Tile(8, 0, 128, 2, 3)),
+        both(Tile(8, 0, 256, 4, 1, few=True)), both(Tile(8, 0, 128, 2, 3, fetch=0)),
+        both(Tile(8, 0, 128, 2, 3, spread=True)),
     ),
     "16352 rows": (
-        both(replace(MANY, piped=2)),
+        both(MANY),
         both(replace(MANY, piped=1)),
         both(Tile(128, 32, 128, 8, 3, piped=2)),
-        both(MANY),
+        both(replace(MANY, piped=0)),
         both(Tile(64, 32, 128, 8, 3, 128, piped=2)),
         both(Tile(128, 32, 128, 8, 4, piped=2)),
         both(Tile(128, 0, 128, 8, 3, 128, piped=2)),
-        both(replace(MANY, piped=2, stages=4)),
+        both(replace(MANY, stages=4)),
         both(Tile(64, 32, 128, 8, 3, 128)),
     ),
     "64 pairs": (Plan(replace(PAIR, spread=True), LAST),),
-    "64 rows": (both(Tile(8, 0, 128, 2, 1, few=True)), both(Tile(8, 0, 128, 2, 4)), both(Tile(8, 0, 128, 2, 3))),
+    "64 rows": (both(FEW), both(replace(FEW, few=False)), both(Tile(8, 0, 128, 2, 3))),
 }  # fmt: skip
 
 

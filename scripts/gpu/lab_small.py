@@ -3,8 +3,9 @@
     PYTHONPATH=/tmp/site2:. python3 -m scripts.gpu.lab_small --seconds 60
     TRITON_INTERPRET=1 python -m scripts.gpu.lab_small --dry        (tiny sizes, no times; for a machine without a GPU)
 
-What to set: `attnres.fast.CLUSTER` (None: two launches), FEW_TOKENS; `moe.fast_route.choose_wide` ("_groups" of 0:
-Triton's form). "What top-16 adds" is a setting's time less that of "product", in the same table. Method: `lab_mla.py`.
+What to set: `attnres.fast.CLUSTER` (None: two launches), CLUSTER_TOKENS, FEW_TOKENS; `moe.fast_route.choose_wide`
+("_groups" of 0: Triton's form). "What top-16 adds" is a setting's time less that of "product", in the same table.
+Method: `lab_mla.py`.
 """
 
 from __future__ import annotations
@@ -106,8 +107,8 @@ def router_and_select(is_dry: bool) -> Problem:
 def mixes() -> list[dict[str, Any]]:
     """Two launches and clusters, then a program a token."""
     shapes = ((8, 4), (8, 2), (8, 8), (16, 2), (4, 8), (16, 4), (4, 4), (2, 16), (2, 8))
-    clusters = [{"CLUSTER": Cluster(*shape), "FEW_TOKENS": 1024} for shape in shapes]
-    return [clusters[0], {"FEW_TOKENS": 0}, {"CLUSTER": None, "FEW_TOKENS": 1024}, *clusters[1:]]
+    clusters = [{"CLUSTER": Cluster(*shape), "CLUSTER_TOKENS": 8192} for shape in shapes]
+    return [clusters[0], {"CLUSTER": None, "FEW_TOKENS": 0}, {"CLUSTER": None, "FEW_TOKENS": 1024}, *clusters[1:]]
 
 
 def always(value: int) -> Callable[..., int]:

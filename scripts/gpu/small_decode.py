@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -80,16 +79,12 @@ def picks(device: str) -> Iterator[Pair]:
 
 
 def forms(device: str) -> Iterator[Pair]:
-    """What a card that is no Hopper has: depth mix in two launches, picks and fold in Triton; many tokens' picks;
-    latent attention that reads ahead."""
+    """What a card that is no Hopper has: depth mix in two launches, picks and fold in Triton; many tokens' picks."""
     with mock.patch.object(attnres, "CLUSTER", None), mock.patch.object(fast_route, "_groups", lambda *_: 0):
         yield from depth_mix(device)
         yield from picks(device)
     with mock.patch.object(fused_kda, "_is_direct", lambda *_: False):
         yield from kda(device)
-    choose, changes = split_decode.choose_tiles, {"ahead": 2, "direct": True, "opens": True}
-    with mock.patch.object(split_decode, "choose_tiles", lambda *a, **b: replace(choose(*a, **b), **changes)):
-        yield from attention(device)
     for wide in (8, 16):
         with mock.patch.object(fast_route, "choose_wide", lambda _, wide=wide: wide):
             yield from picks(device)

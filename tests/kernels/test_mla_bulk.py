@@ -18,9 +18,8 @@ FILE = Path(split_decode.__file__).with_name("bulk_decode.py")
 R, D, PAGE, PAGES = 512, 64, 64, 12
 
 
-@pytest.mark.parametrize(("ahead", "direct"), [(0, False), (1, True), (2, False)])
 @pytest.mark.parametrize(("splits", "window"), [(1, 1), (2, 1), (3, 2), (5, 8)])
-def test_splits_of_bulk_copies(ahead: int, direct: bool, splits: int, window: int) -> None:
+def test_splits_of_bulk_copies(splits: int, window: int) -> None:
     """Queries and the rows of the window are there once the kernel in front has ended; before, they are NaN."""
     torch.manual_seed(0)
     heads, lengths = 6 if window < 8 else 2, torch.tensor([PAGE * 5 - 30, window, PAGE * 4])
@@ -46,7 +45,7 @@ def test_splits_of_bulk_copies(ahead: int, direct: bool, splits: int, window: in
     kernels(FILE, start, come)["bulk_split_kernel"](
         (num, splits, 1), Pointer(q), flat, flat, Pointer(table), Pointer(lengths), Pointer(parts), Pointer(sums),
         0.05 / math.log(2.0), q.stride(0), q.stride(1), PAGE, table.stride(0), heads, rows, window, splits,
-        table.shape[1], 16, 2, ahead, direct, splits == 1, True, 4,
+        table.shape[1], 16, 2, splits == 1, True, 4,
     )  # fmt: skip
     shape = (num, window, heads, R + D)
     exact, exact_lse = reference.attend_absorbed(

@@ -75,8 +75,9 @@ def test_experts(tokens: int, active: int, is_permuted: bool, dtype: torch.dtype
 TURNED = replace(tile_experts.PAIRS.second, split=1, spread=True, signal=3)
 
 
-MANY, FEW = tile_experts.Tile(64, 16, 128, 8, 3, 128, piped=2), tile_experts.Tile(8, 0, 128, 2, 1, few=True)
-GLUON = (MANY, replace(MANY, piped=1), replace(MANY, rows=128, more=0), FEW, replace(FEW, block=64, warps=1))
+MANY, FEW = tile_experts.MANY, tile_experts.FEW
+OTHERS = (replace(MANY, piped=1), replace(MANY, rows=128, more=0), replace(FEW, block=64, warps=1), TURNED)
+IN_TRITON = (replace(MANY, piped=0), replace(FEW, few=False))
 
 
 @pytest.mark.parametrize(
@@ -84,7 +85,7 @@ GLUON = (MANY, replace(MANY, piped=1), replace(MANY, rows=128, more=0), FEW, rep
     [
         tile_experts.PAIRS,
         *(plan for _, plan in tile_experts.GROUPS),
-        *(tile_experts.Plan(tile, tile) for tile in (TURNED, *GLUON)),
+        *(tile_experts.Plan(tile, tile) for tile in (*OTHERS, *IN_TRITON)),
     ],
 )
 def test_every_plan_of_permuted_experts_for_few_and_many_rows(plan: tile_experts.Plan) -> None:

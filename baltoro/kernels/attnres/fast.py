@@ -35,9 +35,9 @@ CHUNK = 256
 READ_WARPS = 8
 """Of such a program: three share a processor, so that one loads while another reduces."""
 MAX_SOURCES = 16
-FEW_TOKENS = 64
-"""Up to here a row is shared out over programs, by a cluster on Hopper, else in two launches; above, there are programs
-enough without."""
+FEW_TOKENS = 16
+"""Up to here a row is shared out over programs in two launches, where no cluster does it; above, there are programs
+enough without (1 / 8 / 32 tokens of 9 sources: 4.5 / 4.7 / 10.4 us, a program a token 8.1 / 8.4 / 9.2)."""
 SHARE_BLOCK = 512
 """Channels of a program then: 14 programs a row at K3's width. The fewer, the less the second launch has to add up."""
 SHARE_WARPS = 4
@@ -52,7 +52,10 @@ class Cluster:
 
 
 CLUSTER: Cluster | None = Cluster()
-"""1 / 32 / 64 tokens of 9 sources: 2.1 / 3.7 / 4.9 us, other shapes more. None: two launches, 4.4 / 10.1 / 15.8."""
+"""None: never. 1 / 8 / 32 / 64 / 512 tokens: 2.1 / 2.1 / 3.8 / 5.1 / 33 us, other shapes more; a program a token takes
+9.6 of 64 and 43.8 of 512."""
+CLUSTER_TOKENS = 512
+"""Up to here; more were not tried."""
 CLUSTER_WIDTHS = (1, 16)
 """Channels of a source that a thread may keep, in registers."""
 
@@ -163,10 +166,11 @@ def _read(
     total = _total(prefix, update)
     rows, count = (_rows(bank), _packed(prefix), _packed(update)), len(bank) + (total is not None)
     out = torch.empty(bank.shape[1:], dtype=bank.dtype, device=bank.device)
-    is_few = bank.shape[1] <= FEW_TOKENS and count <= MAX_SOURCES
-    launch = _read_shared if is_few else _read_whole
-    if is_few and _thread_width(out):
+    launch = _read_whole
+    if count <= MAX_SOURCES and len(out) <= CLUSTER_TOKENS and _thread_width(out):
         launch = _read_clustered
+    elif count <= MAX_SOURCES and len(out) <= FEW_TOKENS:
+        launch = _read_shared
     if len(out):
         launch(rows, query, gain, (total, out), (eps, norm_eps))
     return total, out

@@ -4,8 +4,9 @@ Triton's pipeliner wants three buffers where a warp group multiplies from shared
 more than a program may have. Two are enough if the next but one is asked for as soon as its buffer has been used: one
 tile of 72 kB is always under way. Copies by the engine cost no instructions and no registers.
 A third (beside one of the other 64 values, for 16 query rows) was slower. Page numbers are loaded a tile ahead, before
-the wait for its keys. With `AHEAD` some is read before the kernel in front has ended: that may write queries and rows
-of the window, but no length, page number or earlier row, unless it lets nothing start before its end.
+the wait for its keys. Results are stored as the matrix unit leaves them: to turn them first takes 3 us of 113 with 64
+query rows. To ask for the first tiles before the kernel in front has ended gains where that is another attention, and
+loses in a step.
 In and out: as `triton_decode.split_kernel` for pages of 64 keys and 512 + 64 values a row in BF16.
 Importing this needs triton; the interpreter does not know Gluon. Source: spec/kernels.md C.
 """
@@ -54,25 +55,38 @@ def blank(latent, keys_left, num_warps: gl.constexpr):
         some.store(gl.where((key < keys_left)[:, None], values, gl.zeros_like(values)))
 
 
+@gluon.jit
+def load_queries(at, row, q_row, num_rows, FIRST: gl.constexpr, WIDTH: gl.constexpr, LAYOUT: gl.constexpr):
+    """Values FIRST .. FIRST + WIDTH of the query rows, zeros behind the last."""
+    value = FIRST + gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
+    return gl.load((at + row * q_row)[:, None] + value[None, :], mask=(row < num_rows)[:, None], other=0)
+
+
+@gluon.jit
+def store_result(out, result, first_row, block, num_rows, ROWS: gl.constexpr, LAYOUT: gl.constexpr):
+    """result [R, ROWS]."""
+    row = block * ROWS + gl.arange(0, ROWS, gl.SliceLayout(0, LAYOUT))
+    channel = gl.arange(0, R, gl.SliceLayout(1, LAYOUT))
+    at = out + (first_row + row)[None, :] * R + channel[:, None]
+    gl.store(at, result, mask=(row < num_rows)[None, :])
+
+
 @gluon.jit(do_not_specialize=["heads", "num_rows", "window", "splits", "most"])
 def bulk_split_kernel(
     q, latent_rows, shared_rows, table, lengths, out, lse, scale2,
     q_request, q_row, page_rows, table_request,
     heads, num_rows, window, splits, most,
-    ROWS: gl.constexpr, BUFFERS: gl.constexpr, AHEAD: gl.constexpr, DIRECT: gl.constexpr, WRITES_EMPTY: gl.constexpr,
-    PDL: gl.constexpr, num_warps: gl.constexpr,
+    ROWS: gl.constexpr, BUFFERS: gl.constexpr, WRITES_EMPTY: gl.constexpr, PDL: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """Program (request, split, block of ROWS rows); q, out, lse as in `split_kernel`. page_rows: from page to page.
 
     most: tiles a request can have by its row of the table; if it has them all, its first pages are asked for together
-    with its length. AHEAD, with PDL: before the kernel in front has ended, 1 reads lengths and pages, 2 the first tiles
-    too but for those with a key of the window. DIRECT: results are stored as the matrix unit leaves them.
+    with its length.
     The 64 keys of a tile are the rows of one warp group; a second one takes half the query rows in the first product,
     half the channels in the second.
     """
     wide: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [num_warps, 1], [1, 0])
     narrow: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [num_warps, 1], [1, 0])
-    tall: gl.constexpr = gl.BlockedLayout([4, 1], [32, 1], [num_warps, 1], [0, 1])
     scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, num_warps // 4], [16, ROWS * 4 // num_warps, 16])
     sums: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, ROWS, 16])
     by_row: gl.constexpr = gl.SliceLayout(0, scores)
@@ -85,7 +99,7 @@ def bulk_split_kernel(
         mbarrier.init(ready.index(one), count=1)
     fence_async_shared()
     gl.thread_barrier()
-    if PDL and AHEAD == 0:
+    if PDL:
         gdc_wait()
         gdc_launch_dependents()
     request, split, block = gl.program_id(0).to(gl.int64), gl.program_id(1), gl.program_id(2)
@@ -103,26 +117,15 @@ def bulk_split_kernel(
     for one in gl.static_range(BUFFERS):
         other = row_of(pages, first + one, page_rows, (one < count) & (first != likely))
         starts += (gl.where(first == likely, (guesses[one] * page_rows).to(gl.int32), other),)
-    old = 0  # tiles that are under way already
-    if PDL and AHEAD == 2:
-        old = gl.minimum(gl.maximum((length - window) // KEYS - first, 0), count)
-        for one in gl.static_range(BUFFERS):
-            fetch(latent_rows, shared_rows, latents, shareds, ready, starts[one], one, one < old)
-    if PDL and AHEAD != 0:
-        gdc_wait()
-        gdc_launch_dependents()
     for one in gl.static_range(BUFFERS):
-        fetch(latent_rows, shared_rows, latents, shareds, ready, starts[one], one, (one < count) & (one >= old))
+        fetch(latent_rows, shared_rows, latents, shareds, ready, starts[one], one, one < count)
 
+    at = q + request * q_request
     row = block * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, wide))
-    at = q + request * q_request + row * q_row
-    r = gl.arange(0, R, gl.SliceLayout(0, wide))
-    values = gl.load(at[:, None] + r[None, :], mask=(row < num_rows)[:, None], other=0)
+    values = load_queries(at, row, q_row, num_rows, 0, R, wide)
     q_latent = gl.allocate_shared_memory(gl.bfloat16, [ROWS, R], swizzled, values)
     row = block * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, narrow))
-    at = q + request * q_request + row * q_row + R
-    d = gl.arange(0, D, gl.SliceLayout(0, narrow))
-    values = gl.load(at[:, None] + d[None, :], mask=(row < num_rows)[:, None], other=0)
+    values = load_queries(at, row, q_row, num_rows, R, D, narrow)
     q_shared = gl.allocate_shared_memory(gl.bfloat16, [ROWS, D], swizzled, values)
     grouped: gl.constexpr = gl.NVMMASharedLayout(min(128, ROWS * 2), 16, 2)
     shares = gl.allocate_shared_memory(gl.bfloat16, [KEYS, ROWS], grouped)
@@ -174,10 +177,4 @@ def bulk_split_kernel(
     gl.store(lse + first_row + row, lse_row, row < num_rows)
     if WRITES_EMPTY or count > 0:
         result = acc / gl.convert_layout(mass, gl.SliceLayout(0, sums))[None, :]
-        stored: gl.constexpr = sums if DIRECT else tall
-        if not DIRECT:
-            result = gl.convert_layout(result, tall)
-        out_row = block * ROWS + gl.arange(0, ROWS, gl.SliceLayout(0, stored))
-        channel = gl.arange(0, R, gl.SliceLayout(1, stored))
-        at_out = out + (first_row + out_row)[None, :] * R + channel[:, None]
-        gl.store(at_out, result, mask=(out_row < num_rows)[None, :])
+        store_result(out, result, first_row, block, num_rows, ROWS, sums)

@@ -20,8 +20,9 @@ from baltoro.kernels.mla import reference
 
 MAX_WINDOW = 8
 MAX_SPLITS = 264
-MERGE_VALUES, MERGE_WARPS = 8192, 8
-"""Values that a program of the merge loads at a time, 32 a thread; the fewer, the more programs share the read."""
+MERGE_VALUES, MERGE_WARPS = 8192, 4
+"""Values that a program of the merge loads at a time, 64 a thread; the fewer, the more programs share the read. Of 128
+splits 2.0 us, with 8 warps 2.4, of 4096 values 2.2, of 16,384 3.5."""
 MIN_KEYS = 128
 """Keys that are worth a split of their own: below, the merge costs more than it saves."""
 
@@ -35,9 +36,6 @@ class Tiles:
     stages    tiles that are being fetched or multiplied at a time
     flip      the first product has the query rows on the left
     bulk      the Hopper form with the bulk copy engine, where `bulk_fits`
-    ahead     of bulk: before the kernel in front has ended, 1 reads lengths and pages, 2 the first tiles too
-    direct    of bulk: results are stored as the matrix unit leaves them, in pieces of 32 bytes
-    opens     the merge lets the kernel behind it start while the splits still run
     per_unit  programs that share a processor, by shared memory and registers
     """
 
@@ -48,9 +46,6 @@ class Tiles:
     flip: bool = False
     per_unit: int = 1
     bulk: bool = False
-    ahead: int = 0
-    direct: bool = False
-    opens: bool = False
 
 
 def choose_tiles(num_rows: int, itemsize: int, page: int, *, is_large: bool) -> Tiles:
@@ -62,7 +57,6 @@ def choose_tiles(num_rows: int, itemsize: int, page: int, *, is_large: bool) -> 
         return Tiles(16, 32, 1, 8)  # 111 kB
     if not is_large or page % 64:  # a tile over several pages needs a page number a key, and registers for them
         return Tiles(16, 32, 3, 4, per_unit=2)  # 93 kB, 158 registers: two programs a processor
-    # ahead=2, direct=True and opens=True are not yet measured: scripts/gpu/lab_long.py
     if num_rows <= 32:  # 45.6 us for 12 heads x 131,072 keys, 53.7 with (16, 32, 3, 4, per_unit=2)
         return Tiles(16, 64, 2, 4, bulk=True)
     return Tiles(64, 64, 2, 8, bulk=True)  # 96 heads 115 us, 192 with (64, 32, 4, 8, flip)
@@ -139,7 +133,7 @@ def _launch(
     launch((q, kv, table, lengths, parts, sums), (heads, window, splits), scale / math.log(2.0), tiles, is_dependent)
     if is_alone:
         return parts.view(num, rows, latent), sums.view(num, rows)
-    return _merge(parts, sums, is_dependent, opens=tiles.opens)
+    return _merge(parts, sums, is_dependent)
 
 
 def _launch_plain(
@@ -189,12 +183,12 @@ def _launch_bulk(
     bulk_split_kernel[(len(q), sizes[2], -(-rows // tiles.rows))](
         q, *halves, table, lengths, parts, sums, scale2,
         q.stride(0), q.stride(1), page_rows, table.stride(0), sizes[0], rows, *sizes[1:], table.shape[1],
-        ROWS=tiles.rows, BUFFERS=tiles.stages, AHEAD=tiles.ahead, DIRECT=tiles.direct,
-        WRITES_EMPTY=sizes[2] == 1, PDL=is_dependent, num_warps=tiles.warps, **launch,
+        ROWS=tiles.rows, BUFFERS=tiles.stages, WRITES_EMPTY=sizes[2] == 1, PDL=is_dependent,
+        num_warps=tiles.warps, **launch,
     )  # fmt: skip
 
 
-def _merge(parts: Tensor, sums: Tensor, is_dependent: bool, *, opens: bool) -> tuple[Tensor, Tensor]:
+def _merge(parts: Tensor, sums: Tensor, is_dependent: bool) -> tuple[Tensor, Tensor]:
     """parts [N, splits, rows, R], sums [N, splits, rows] -> [N, rows, R], [N, rows]."""
     import triton
 
@@ -207,6 +201,6 @@ def _merge(parts: Tensor, sums: Tensor, is_dependent: bool, *, opens: bool) -> t
     launch = {"launch_pdl": True} if is_dependent else {}
     merge_kernel[(num, rows, -(-latent // block_r))](
         parts, sums, out, lse, rows, splits,
-        R=latent, BLOCK_R=block_r, BLOCK_S=block_s, OPENS=opens, PDL=is_dependent, num_warps=MERGE_WARPS, **launch,
+        R=latent, BLOCK_R=block_r, BLOCK_S=block_s, PDL=is_dependent, num_warps=MERGE_WARPS, **launch,
     )  # fmt: skip
     return out, lse

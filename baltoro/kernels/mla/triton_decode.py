@@ -143,19 +143,15 @@ def split_kernel(
 @triton.jit(do_not_specialize=["num_rows", "splits"])
 def merge_kernel(
     parts, sums, out, lse, num_rows, splits,
-    R: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr, OPENS: tl.constexpr, PDL: tl.constexpr,
+    R: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (request, row, block of channels): out = sum_s e^(lse_s - lse) part_s, all splits loaded at once.
 
     Parts of splits at -inf are not read: nobody wrote them. -inf everywhere gives 0 and -inf.
-    OPENS, with PDL: the kernel behind may start while the splits still run; it waits for this one all the same.
     """
-    if PDL and OPENS:
+    if PDL:  # the kernel behind may start while the splits still run: it waits for this one all the same
         gdc_launch_dependents()
-    if PDL:
         gdc_wait()
-    if PDL and not OPENS:
-        gdc_launch_dependents()
     request, row, block = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     s, r = tl.arange(0, BLOCK_S), block * BLOCK_R + tl.arange(0, BLOCK_R)
     place = (request * splits + s) * num_rows + row

@@ -97,13 +97,15 @@ class Inputs:
 # multiprocessor; the second would have 3 or 4, so it is split in two along the columns. Timed on an H200 (2026-11-30),
 # before inputs were loaded a unit at a time: 95.6 us, against 112 in blocks of 64 rows.
 PAIRS = Plan(Tile(8, 0, 128, 2, 3, spread=True, signal=7), Tile(8, 0, 128, 2, 3, split=2))
-# By the mean number of rows an expert, up to: more rows a tile share one conversion of the weights. Timed as above:
-# 533-545 us for 512 rows, 2958 us for 16,352. A bound of 128 registers keeps two programs of 8 warps, or one of 16, on
-# a multiprocessor; nothing between 16 and 96 rows was timed.
+# By the mean number of rows an expert, up to: more rows a tile share one conversion of the weights. W4A16 / W4A8: 512
+# rows 525 / 522 us (in Triton 523 / 554), 16,352 rows 2699 / 2760 (2785 / 2909; half a unit a copy 2952, tiles of 128
+# rows 2844). A bound of 128 registers keeps two programs of 8 warps on a multiprocessor; nothing between 16 and
+# 96 rows was timed. On other cards these are the cuts of the Triton forms.
+FEW, MANY = Tile(8, 0, 128, 2, 4, few=True), Tile(64, 16, 128, 8, 3, 128, piped=2)
 GROUPS = (
-    (6.0, Plan(Tile(8, 0, 128, 2, 4), Tile(8, 0, 128, 2, 4))),
+    (6.0, Plan(FEW, FEW)),
     (12.0, Plan(Tile(16, 0, 128, 2, 3), Tile(16, 0, 128, 2, 3))),
-    (float("inf"), Plan(Tile(64, 16, 128, 8, 3, 128), Tile(64, 16, 128, 8, 3, 128))),
+    (float("inf"), Plan(MANY, MANY)),
 )
 # Products in IEEE fp32 use no matrix instruction; right, not fast.
 EXACT = Plan(Tile(16, 0, 64, 4, 1), Tile(16, 0, 64, 4, 1))

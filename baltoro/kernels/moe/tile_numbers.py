@@ -48,9 +48,7 @@ def numbers(words, factor, INTERPRET: tl.constexpr):
         b6, b7 = pair(shared, power, 28)
     else:
         a0, a1, a2, a3, a4, a5, a6, a7, b0, b1, b2, b3, b4, b5, b6, b7 = tl.inline_asm_elementwise(
-            """
-            {
-            .reg .b32 p, s;
+            """{ .reg .b32 p, s;
             and.b32 p, $16, 0x81C081C0;
             mul.bf16x2 p, p, $18;
             mov.b32 {$0, $1}, p;
@@ -82,9 +80,7 @@ def numbers(words, factor, INTERPRET: tl.constexpr):
             shl.b32 p, s, 4;
             and.b32 p, p, 0x81C081C0;
             mul.bf16x2 p, p, $18;
-            mov.b32 {$14, $15}, p;
-            }
-            """,
+            mov.b32 {$14, $15}, p; }""",
             "=&h,=&h,=&h,=&h,=&h,=&h,=&h,=&h,=&h,=&h,=&h,=&h,=&h,=&h,=&h,=&h,r,r,r", [one, two, factor],
             dtype=(tl.bfloat16,) * 16, is_pure=True, pack=1,
         )  # fmt: skip
