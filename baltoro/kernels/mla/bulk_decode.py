@@ -4,9 +4,9 @@ Triton's pipeliner wants three buffers where a warp group multiplies from shared
 more than a program may have. Two are enough if the next but one is asked for as soon as its buffer has been used: one
 tile of 72 kB is always under way. Copies by the engine cost no instructions and no registers.
 A third (beside one of the other 64 values, for 16 query rows) was slower. Page numbers are loaded a tile ahead, before
-the wait for its keys. Results are stored as the matrix unit leaves them: to turn them first takes 3 us of 113 with 64
-query rows. To ask for the first tiles before the kernel in front has ended gains where that is another attention, and
-loses in a step.
+the wait for its keys. With 64 query rows results are stored as the matrix unit leaves them: to turn them first takes
+registers that there are not, and 3 us of 113. To ask for the first tiles before the kernel in front has ended gains
+where that is another attention, and loses in a step.
 In and out: as `triton_decode.split_kernel` for pages of 64 keys and 512 + 64 values a row in BF16.
 Importing this needs triton; the interpreter does not know Gluon. Source: spec/kernels.md C.
 """
@@ -63,7 +63,7 @@ def load_queries(at, row, q_row, num_rows, FIRST: gl.constexpr, WIDTH: gl.conste
 
 
 @gluon.jit
-def store_result(out, result, first_row, block, num_rows, ROWS: gl.constexpr, LAYOUT: gl.constexpr):
+def store_result(result, out, first_row, block, num_rows, ROWS: gl.constexpr, LAYOUT: gl.constexpr):
     """result [R, ROWS]."""
     row = block * ROWS + gl.arange(0, ROWS, gl.SliceLayout(0, LAYOUT))
     channel = gl.arange(0, R, gl.SliceLayout(1, LAYOUT))
@@ -177,4 +177,5 @@ def bulk_split_kernel(
     gl.store(lse + first_row + row, lse_row, row < num_rows)
     if WRITES_EMPTY or count > 0:
         result = acc / gl.convert_layout(mass, gl.SliceLayout(0, sums))[None, :]
-        store_result(out, result, first_row, block, num_rows, ROWS, sums)
+        tall: gl.constexpr = sums if ROWS > 16 else gl.BlockedLayout([4, 1], [32, 1], [num_warps, 1], [0, 1])
+        store_result(gl.convert_layout(result, tall), out, first_row, block, num_rows, ROWS, tall)

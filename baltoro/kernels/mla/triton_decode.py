@@ -149,9 +149,9 @@ def merge_kernel(
 
     Parts of splits at -inf are not read: nobody wrote them. -inf everywhere gives 0 and -inf.
     """
-    if PDL:  # the kernel behind may start while the splits still run: it waits for this one all the same
-        gdc_launch_dependents()
+    if PDL:
         gdc_wait()
+        gdc_launch_dependents()
     request, row, block = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     s, r = tl.arange(0, BLOCK_S), block * BLOCK_R + tl.arange(0, BLOCK_R)
     place = (request * splits + s) * num_rows + row
