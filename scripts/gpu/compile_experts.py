@@ -57,11 +57,10 @@ def piped_source(tile: Tile, is_first: bool, sizes: Sizes = SIZES[0]) -> ASTSour
     constants: dict[str, Any] = {
         "N1": tile.rows, "N2": tile.more, "BLOCK": tile.block, "WARPS": tile.warps, "STAGES": tile.stages,
         "KIND": 1 if is_first else 0, "IS_FIRST": is_first, "IS_ORDERED": is_first,
-        "HALVES": tile.piped,
     }  # fmt: skip
     types = {
-        "x1": BOXES.format(tile.piped, tile.rows),
-        "x2": BOXES.format(tile.piped, tile.more or tile.rows),
+        "x1": BOXES.format(2, tile.rows),
+        "x2": BOXES.format(2, tile.more or tile.rows),
         "order_ptr": "*i64",
     }
     types |= {"table_ptr": "*i32", "packed_ptr": "*i32", "scales_ptr": "*u8", "out_ptr": "*bf16"}

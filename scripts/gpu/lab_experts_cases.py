@@ -54,12 +54,11 @@ VARIANTS: dict[str, tuple[Plan, ...]] = {
     ),
     "16352 rows": (
         both(MANY),
-        both(replace(MANY, piped=1)),
-        both(Tile(128, 32, 128, 8, 3, piped=2)),
-        both(replace(MANY, piped=0)),
-        both(Tile(64, 32, 128, 8, 3, 128, piped=2)),
-        both(Tile(128, 32, 128, 8, 4, piped=2)),
-        both(Tile(128, 0, 128, 8, 3, 128, piped=2)),
+        both(Tile(128, 32, 128, 8, 3, piped=True)),
+        both(replace(MANY, piped=False)),
+        both(Tile(64, 32, 128, 8, 3, 128, piped=True)),
+        both(Tile(128, 32, 128, 8, 4, piped=True)),
+        both(Tile(128, 0, 128, 8, 3, 128, piped=True)),
         both(replace(MANY, stages=4)),
         both(Tile(64, 32, 128, 8, 3, 128)),
     ),
@@ -77,7 +76,7 @@ def short(plan: Plan) -> str:
         word += f" k{tile.split}" if tile.split > 1 else ""
         word += " spread" * tile.spread + (f" after {tile.signal}/8" if tile.signal else "")
         word += " few" * tile.few
-        word += f" piped {tile.piped}" if tile.piped else ""
+        word += " piped" * tile.piped
         words.append(word + (" here" if tile.in_place else ""))
     same = words[0] == words[1]
     return f"({words[0] if same else ' | '.join(words)}, fetch {plan.second.fetch})"

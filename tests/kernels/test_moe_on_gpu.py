@@ -76,8 +76,8 @@ TURNED = replace(tile_experts.PAIRS.second, split=1, spread=True, signal=3)
 
 
 MANY, FEW = tile_experts.MANY, tile_experts.FEW
-OTHERS = (replace(MANY, piped=1), replace(MANY, rows=128, more=0), replace(FEW, block=64, warps=1), TURNED)
-IN_TRITON = (replace(MANY, piped=0), replace(FEW, few=False))
+OTHERS = (replace(MANY, rows=128, more=0), replace(FEW, block=64, warps=1), TURNED)
+IN_TRITON = (replace(MANY, piped=False), replace(FEW, few=False))
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from baltoro.model.weights import save_model
 from baltoro.rl.engine_process import EnginePolicy
 from baltoro.transfer.manifest import decode
 from baltoro.transfer.shared_base import share_of
-from tests.rl.engines import Here, ask, engine_config, finish, make_folder, start, tokens
+from tests.rl.engines import Here, ask, engine_config, finish, start, tokens
 from tests.tiny import tiny_k3
 
 pytestmark = [
@@ -92,11 +92,6 @@ class Trainer:
     def end(self, word: str = "") -> tuple[str, int]:
         out, _ = self.process.communicate(f"{word}\n")
         return out, self.process.returncode
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_folder(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")

@@ -28,7 +28,6 @@ from tests.rl.engines import (
     ask,
     engine_config,
     finish,
-    make_folder,
     start,
     tensors,
     tokens,
@@ -36,16 +35,6 @@ from tests.rl.engines import (
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[2]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_folder(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def here(folder: Path) -> Here:
-    return Here(folder)
 
 
 @pytest.fixture(scope="module")

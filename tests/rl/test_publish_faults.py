@@ -37,7 +37,6 @@ from tests.rl.engines import (
     broken_main,
     finish,
     forgetful_main,
-    make_folder,
     start,
     tensors,
     tokens,
@@ -48,16 +47,6 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "ideas" / "one-base.md"
 Frames = list[tuple[msgspec.Struct, bytes]]
 Change = Callable[[msgspec.Struct, bytes], Frames]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_folder(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def here(folder: Path) -> Here:
-    return Here(folder)
 
 
 @pytest.fixture(scope="module")

@@ -40,7 +40,6 @@ from tests.rl.engines import (
     ask,
     engine_config,
     finish,
-    make_folder,
     tensors,
     tokens,
 )
@@ -112,16 +111,6 @@ def _token() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("BALTORO_RL_TOKEN", TOKEN)
         yield
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_folder(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def here(folder: Path) -> Here:
-    return Here(folder)
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from baltoro.kernels.moe.gluon_groups import activated, first_half, second_half
+from baltoro.kernels.moe.gluon_groups import FIRST, SECOND, activated, half_unit
 
 N: gl.constexpr = gl.constexpr(8)
 
@@ -53,8 +53,8 @@ def step(words, scale, low_x, high_x, sums, ROWS: gl.constexpr, A: gl.constexpr)
     one, two = gl.split(gl.reshape(words, [ROWS, 8, 2]))
     factor = gl.reshape(gl.join(factor, factor), [ROWS, 8])
     factor = gl.convert_layout(factor, one.type.layout, assert_trivial=True)
-    sums = mma_v2(first_half(one, two, factor, A), low_x, sums)
-    return mma_v2(second_half(one, two, factor, A), high_x, sums)
+    sums = mma_v2(half_unit(one, two, factor, FIRST, A), low_x, sums)
+    return mma_v2(half_unit(one, two, factor, SECOND, A), high_x, sums)
 
 
 @gluon.jit

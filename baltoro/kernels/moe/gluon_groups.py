@@ -22,8 +22,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from baltoro.kernels.moe.weave_text import conversion, registers
+
 UNIT: gl.constexpr = gl.constexpr(128)
 HALF: gl.constexpr = gl.constexpr(64)
+FIRST: gl.constexpr = gl.constexpr(conversion((0, 1, 4, 5)))
+SECOND: gl.constexpr = gl.constexpr(conversion((2, 3, 6, 7)))
+REGISTERS: gl.constexpr = gl.constexpr(registers(4))
 
 
 @gluon.jit
@@ -37,62 +42,11 @@ def assembled(a0, a1, a2, a3, b0, b1, b2, b3, A: gl.constexpr):
 
 
 @gluon.jit
-def first_half(one, two, factor, A: gl.constexpr):
-    """Pairs 0 and 1 of both words, as `tile_numbers.numbers`."""
+def half_unit(one, two, factor, TEXT: gl.constexpr, A: gl.constexpr):
+    """Two pairs of both words as an operand: FIRST or SECOND."""
     a0, a1, a2, a3, b0, b1, b2, b3 = gl.inline_asm_elementwise(
-        """
-        {
-        .reg .b32 p;
-        and.b32 p, $8, 0x81C081C0;
-        mul.bf16x2 p, p, $10;
-        mov.b32 {$0, $1}, p;
-        shf.r.wrap.b32 p, $8, $8, 4;
-        and.b32 p, p, 0x81C081C0;
-        mul.bf16x2 p, p, $10;
-        mov.b32 {$2, $3}, p;
-        shf.r.wrap.b32 p, $9, $9, 2;
-        and.b32 p, p, 0x81C081C0;
-        mul.bf16x2 p, p, $10;
-        mov.b32 {$4, $5}, p;
-        shf.r.wrap.b32 p, $9, $9, 8;
-        and.b32 p, p, 0x81C081C0;
-        mul.bf16x2 p, p, $10;
-        mov.b32 {$6, $7}, p;
-        }
-        """,
-        "=&h,=&h,=&h,=&h,=&h,=&h,=&h,=&h,r,r,r", [one, two, factor], dtype=(gl.bfloat16,) * 8, is_pure=False, pack=1,
-    )  # fmt: skip
-    return assembled(a0, a1, a2, a3, b0, b1, b2, b3, A)
-
-
-@gluon.jit
-def second_half(one, two, factor, A: gl.constexpr):
-    """Pairs 2 and 3 of both words."""
-    a0, a1, a2, a3, b0, b1, b2, b3 = gl.inline_asm_elementwise(
-        """
-        {
-        .reg .b32 p, s;
-        shl.b32 p, $8, 6;
-        and.b32 p, p, 0x81C081C0;
-        mul.bf16x2 p, p, $10;
-        mov.b32 {$0, $1}, p;
-        lop3.b32 s, $8, $9, 0x60306030, 0xE4;
-        shf.r.wrap.b32 p, s, s, 6;
-        and.b32 p, p, 0x81C081C0;
-        mul.bf16x2 p, p, $10;
-        mov.b32 {$2, $3}, p;
-        shl.b32 p, $9, 2;
-        and.b32 p, p, 0x81C081C0;
-        mul.bf16x2 p, p, $10;
-        mov.b32 {$4, $5}, p;
-        shl.b32 p, s, 4;
-        and.b32 p, p, 0x81C081C0;
-        mul.bf16x2 p, p, $10;
-        mov.b32 {$6, $7}, p;
-        }
-        """,
-        "=&h,=&h,=&h,=&h,=&h,=&h,=&h,=&h,r,r,r", [one, two, factor], dtype=(gl.bfloat16,) * 8, is_pure=False, pack=1,
-    )  # fmt: skip
+        TEXT, REGISTERS, [one, two, factor], dtype=(gl.bfloat16,) * 8, is_pure=False, pack=1
+    )
     return assembled(a0, a1, a2, a3, b0, b1, b2, b3, A)
 
 
@@ -120,18 +74,14 @@ def asked(packed, scales, unit, num_units, words_at, scale_at):
 
 @gluon.jit
 def fetch(x1, x2, boxes1, boxes2, bells, first, unit, num_units, N1: gl.constexpr, N2: gl.constexpr,
-          STAGES: gl.constexpr, HALVES: gl.constexpr):  # fmt: skip
-    """Ask for a unit's inputs, halves one after the other; the buffers are free."""
+          STAGES: gl.constexpr):  # fmt: skip
+    """Ask for a unit's inputs, both halves at once; the buffers are free."""
     slot, wanted = unit % STAGES, unit < num_units
     bell = bells.index(slot)
     mbarrier.expect(bell, (N1 + N2) * 256, pred=wanted)
-    for half in gl.static_range(0, 2, HALVES):
-        at = unit * 2 + half
-        to = boxes1.index(slot * (2 // HALVES) + half)
-        tma.async_copy_global_to_shared(x1, [at, first, 0], bell, to, pred=wanted)
-        if N2:
-            to = boxes2.index(slot * (2 // HALVES) + half)
-            tma.async_copy_global_to_shared(x2, [at, first + N1, 0], bell, to, pred=wanted)
+    tma.async_copy_global_to_shared(x1, [unit * 2, first, 0], bell, boxes1.index(slot), pred=wanted)
+    if N2:
+        tma.async_copy_global_to_shared(x2, [unit * 2, first + N1, 0], bell, boxes2.index(slot), pred=wanted)
 
 
 @gluon.jit
@@ -204,10 +154,10 @@ def grouped_kernel(
     x1, x2, table_ptr, order_ptr, packed_ptr, scales_ptr, out_ptr,
     num_experts, num_units, num_row_tiles, width, beta, linear_beta,
     N1: gl.constexpr, N2: gl.constexpr, BLOCK: gl.constexpr, WARPS: gl.constexpr, STAGES: gl.constexpr,
-    KIND: gl.constexpr, IS_FIRST: gl.constexpr, IS_ORDERED: gl.constexpr, HALVES: gl.constexpr,
+    KIND: gl.constexpr, IS_FIRST: gl.constexpr, IS_ORDERED: gl.constexpr,
 ):  # fmt: skip
     """out [pairs, width]; grid (blocks of weight rows, tiles). x1, x2: descriptors of the inputs in order, boxes of N1
-    and N2 rows by HALVES (1, 2) times 64 columns. packed int32, scales uint8, num_row_tiles of an expert.
+    and N2 rows by two times 64 columns. packed int32, scales uint8, num_row_tiles of an expert.
     IS_FIRST: hidden, otherwise parts in the order of the pairs, not weighted yet."""
     SUMS1: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, N1, 16])
     SUMS2: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, N2 if N2 else N1, 16])
@@ -230,24 +180,24 @@ def grouped_kernel(
         return
     BOX: gl.constexpr = gl.NVMMASharedLayout(128, 16, 3)
     M2: gl.constexpr = N2 if N2 else 8
-    boxes1 = gl.allocate_shared_memory(gl.bfloat16, [STAGES * 2 // HALVES, HALVES, N1, HALF], BOX)
-    boxes2 = gl.allocate_shared_memory(gl.bfloat16, [STAGES * 2 // HALVES if N2 else 1, HALVES, M2, HALF], BOX)
+    boxes1 = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 2, N1, HALF], BOX)
+    boxes2 = gl.allocate_shared_memory(gl.bfloat16, [STAGES if N2 else 1, 2, M2, HALF], BOX)
     tiles1 = boxes1._reinterpret(gl.bfloat16, [STAGES * 2, N1, HALF], TILE)
-    tiles2 = boxes2._reinterpret(gl.bfloat16, [STAGES * 2 if N2 else HALVES, M2, HALF], TILE)
+    tiles2 = boxes2._reinterpret(gl.bfloat16, [STAGES * 2 if N2 else 2, M2, HALF], TILE)
     bells = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for one in gl.static_range(STAGES):
         mbarrier.init(bells.index(one), count=1)
     fence_async_shared()
     gl.thread_barrier()
     for unit in gl.static_range(STAGES - 1):
-        fetch(x1, x2, boxes1, boxes2, bells, first, unit, num_units, N1, N2, STAGES, HALVES)
+        fetch(x1, x2, boxes1, boxes2, bells, first, unit, num_units, N1, N2, STAGES)
     words_at, scale_at = places(num_units, WORDS, BYTES, BLOCK)
     start = (expert * num_row_tiles + block * (BLOCK // 8)) * num_units
     packed, scales = packed_ptr + start * 128, scales_ptr + start * 32
     words, scale = asked(packed, scales, 0, num_units, words_at, scale_at)
     sums1, sums2 = gl.zeros([BLOCK, N1], gl.float32, SUMS1), gl.zeros([BLOCK, N2 if N2 else N1], gl.float32, SUMS2)
     one, two = gl.split(gl.reshape(words, [BLOCK, 8, 2]))
-    high = first_half(one, two, one, A1)  # stands for what the last step left; nothing reads it
+    high = half_unit(one, two, one, FIRST, A1)  # stands for what the last step left; nothing reads it
     gl.assume(num_units > 0)
     for unit in range(num_units):
         slot = unit % STAGES
@@ -257,14 +207,14 @@ def grouped_kernel(
         factor = gl.convert_layout(
             gl.reshape(gl.join(factor, factor), [BLOCK, 8]), one.type.layout, assert_trivial=True
         )
-        low = first_half(one, two, factor, A1)
+        low = half_unit(one, two, factor, FIRST, A1)
         mbarrier.wait(bells.index(slot), (unit // STAGES) & 1)
         sums1, sums2 = begun(low, tiles1, tiles2, slot * 2, sums1, sums2, N2, A2)
         kept(high, A1)
         gl.thread_barrier()  # all have done with the unit before
-        fetch(x1, x2, boxes1, boxes2, bells, first, unit + STAGES - 1, num_units, N1, N2, STAGES, HALVES)
+        fetch(x1, x2, boxes1, boxes2, bells, first, unit + STAGES - 1, num_units, N1, N2, STAGES)
         words, scale = asked(packed, scales, unit + 1, num_units, words_at, scale_at)
-        high = second_half(one, two, factor, A1)
+        high = half_unit(one, two, factor, SECOND, A1)
         sums1, sums2 = begun(high, tiles1, tiles2, slot * 2 + 1, sums1, sums2, N2, A2)
         kept(low, A1)
     if N2:

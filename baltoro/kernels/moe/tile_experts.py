@@ -37,8 +37,8 @@ class Tile:
     spread      programs begin with different columns
     signal      eighths of its columns that each program of the first product has gone over before programs of the
                 second may start: what these ask for too early has left the second cache when they need it
-    piped       not 0: grouped, by wgmma, the form in Gluon, which converts while it multiplies (gluon_groups.py);
-                how many halves of a unit's inputs come with one copy, 1 or 2; the first product's for both
+    piped       grouped, by wgmma: the form in Gluon, which converts while it multiplies (gluon_groups.py); the first
+                product's for both
     few         grouped, in tiles of 8: the form in Gluon without shared memory (gluon_few.py), 64 rows of weights a
                 warp, no stages; the first product's for both
     in_place    wgmma's inputs are loaded where they lie, four bytes at a time, not put in order by another launch
@@ -55,7 +55,7 @@ class Tile:
     in_place: bool = False
     spread: bool = False
     signal: int = 0
-    piped: int = 0
+    piped: bool = False
     few: bool = False
 
     @property
@@ -98,10 +98,10 @@ class Inputs:
 # before inputs were loaded a unit at a time: 95.6 us, against 112 in blocks of 64 rows.
 PAIRS = Plan(Tile(8, 0, 128, 2, 3, spread=True, signal=7), Tile(8, 0, 128, 2, 3, split=2))
 # By the mean number of rows an expert, up to: more rows a tile share one conversion of the weights. W4A16 / W4A8: 512
-# rows 525 / 522 us (in Triton 523 / 554), 16,352 rows 2699 / 2760 (2785 / 2909; half a unit a copy 2952, tiles of 128
-# rows 2844). A bound of 128 registers keeps two programs of 8 warps on a multiprocessor; nothing between 16 and
+# rows 525 / 522 us (in Triton 523 / 554), 16,352 rows 2699 / 2760 (2785 / 2909; tiles of 128 rows
+# 2844). A bound of 128 registers keeps two programs of 8 warps on a multiprocessor; nothing between 16 and
 # 96 rows was timed. On other cards these are the cuts of the Triton forms.
-FEW, MANY = Tile(8, 0, 128, 2, 4, few=True), Tile(64, 16, 128, 8, 3, 128, piped=2)
+FEW, MANY = Tile(8, 0, 128, 2, 4, few=True), Tile(64, 16, 128, 8, 3, 128, piped=True)
 GROUPS = (
     (6.0, Plan(FEW, FEW)),
     (12.0, Plan(Tile(16, 0, 128, 2, 3), Tile(16, 0, 128, 2, 3))),

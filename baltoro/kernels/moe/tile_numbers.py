@@ -6,6 +6,11 @@ Need triton; imported on first use. The order of the bits: tile_layout.py.
 import triton
 import triton.language as tl
 
+from baltoro.kernels.moe.weave_text import PAIRS, conversion, registers
+
+CONVERSION = tl.constexpr(conversion(tuple(range(len(PAIRS)))))
+REGISTERS = tl.constexpr(registers(len(PAIRS)))
+
 
 @triton.jit
 def turned_right(words, NUM: tl.constexpr):
@@ -48,40 +53,7 @@ def numbers(words, factor, INTERPRET: tl.constexpr):
         b6, b7 = pair(shared, power, 28)
     else:
         a0, a1, a2, a3, a4, a5, a6, a7, b0, b1, b2, b3, b4, b5, b6, b7 = tl.inline_asm_elementwise(
-            """{ .reg .b32 p, s;
-            and.b32 p, $16, 0x81C081C0;
-            mul.bf16x2 p, p, $18;
-            mov.b32 {$0, $1}, p;
-            shf.r.wrap.b32 p, $16, $16, 4;
-            and.b32 p, p, 0x81C081C0;
-            mul.bf16x2 p, p, $18;
-            mov.b32 {$2, $3}, p;
-            shl.b32 p, $16, 6;
-            and.b32 p, p, 0x81C081C0;
-            mul.bf16x2 p, p, $18;
-            mov.b32 {$4, $5}, p;
-            lop3.b32 s, $16, $17, 0x60306030, 0xE4;
-            shf.r.wrap.b32 p, s, s, 6;
-            and.b32 p, p, 0x81C081C0;
-            mul.bf16x2 p, p, $18;
-            mov.b32 {$6, $7}, p;
-            shf.r.wrap.b32 p, $17, $17, 2;
-            and.b32 p, p, 0x81C081C0;
-            mul.bf16x2 p, p, $18;
-            mov.b32 {$8, $9}, p;
-            shf.r.wrap.b32 p, $17, $17, 8;
-            and.b32 p, p, 0x81C081C0;
-            mul.bf16x2 p, p, $18;
-            mov.b32 {$10, $11}, p;
-            shl.b32 p, $17, 2;
-            and.b32 p, p, 0x81C081C0;
-            mul.bf16x2 p, p, $18;
-            mov.b32 {$12, $13}, p;
-            shl.b32 p, s, 4;
-            and.b32 p, p, 0x81C081C0;
-            mul.bf16x2 p, p, $18;
-            mov.b32 {$14, $15}, p; }""",
-            "=&h,=&h,=&h,=&h,=&h,=&h,=&h,=&h,=&h,=&h,=&h,=&h,=&h,=&h,=&h,=&h,r,r,r", [one, two, factor],
+            CONVERSION, REGISTERS, [one, two, factor],
             dtype=(tl.bfloat16,) * 16, is_pure=True, pack=1,
         )  # fmt: skip
     # [rows, 8, word of two, pair, lane]
