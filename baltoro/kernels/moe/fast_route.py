@@ -69,8 +69,8 @@ def select(
     num_tokens, num_experts = logits.shape
     ids = torch.empty(num_tokens, top_k, dtype=torch.int64, device=logits.device)
     weights = torch.empty(num_tokens, top_k, dtype=torch.float32, device=logits.device)
-    if num_tokens and activation == "sigmoid" and _groups(logits, top_k):
-        _select_on_hopper(logits, bias, counts, ids, weights, **options)
+    if num_tokens and activation == "sigmoid" and (groups := _groups(logits, top_k)):
+        _select_on_hopper(logits, bias, counts, ids, weights, groups, **options)
         return ids, weights
     width = max(WIDTH, next_power_of_2(top_k))
     groups = next_power_of_2(cdiv(num_experts, width))
@@ -109,13 +109,13 @@ def _groups(logits: Tensor, top_k: int) -> int:
 
 
 def _select_on_hopper(
-    logits: Tensor, bias: Tensor, counts: Tensor | None, ids: Tensor, weights: Tensor, **options: Any
+    logits: Tensor, bias: Tensor, counts: Tensor | None, ids: Tensor, weights: Tensor, groups: int, **options: Any
 ) -> None:
     """`select` into ids and weights."""
     from baltoro.kernels.moe import gluon_route
 
     (num_tokens, num_experts), top_k = logits.shape, ids.shape[1]
-    groups, wide = _groups(logits, top_k), choose_wide(num_tokens)
+    wide = choose_wide(num_tokens)
     experts, pairs = gluon_route.layouts(groups, SLOTS, wide)
     gluon_route.select_kernel[(num_tokens,)](
         logits.contiguous(), bias.float().contiguous(), ids, weights, ids if counts is None else counts,
