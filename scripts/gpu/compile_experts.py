@@ -24,7 +24,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from baltoro.kernels.moe import gluon_few, gluon_groups, tile_experts, tile_kernels, tile_moves
+from baltoro.kernels.moe import gluon_few, gluon_groups, gluon_slabs, slab_text, tile_experts, tile_kernels, tile_moves
 from baltoro.kernels.moe.tile_experts import Plan, Tile
 from baltoro.kernels.moe.tile_layout import ROW_UNIT, UNIT, padded
 from scripts.gpu.compile_kda import resources
@@ -73,6 +73,22 @@ def piped_source(tile: Tile, is_first: bool, sizes: Sizes = SIZES[0]) -> ASTSour
     return _source(kernel, types, constants, values)
 
 
+def slab_source(tile: Tile, is_first: bool, is_rounded: bool, sizes: Sizes = SIZES[0]) -> ASTSource:
+    """As `slabs` launches it."""
+    constants: dict[str, Any] = {
+        "TEXT": slab_text.text(tile.stages, 1 if is_first else 0, is_first, is_first and not is_rounded),
+        "OPERANDS": slab_text.constraints(), "PIECES": slab_text.shared_bytes(tile.stages) // 4096,
+    }  # fmt: skip
+    types = {"x_ptr": "*bf16", "order_ptr": "*i64", "table_ptr": "*i32", "packed_ptr": "*i32", "scales_ptr": "*u8"}
+    types |= {"out_ptr": "*bf16"} | dict.fromkeys(("beta", "linear_beta"), "fp32")
+    columns, rows = (sizes.width, 2 * padded(sizes.inner)) if is_first else (sizes.inner, padded(sizes.width, ROW_UNIT))
+    values = {
+        "num_experts": sizes.experts, "num_units": padded(columns) // UNIT, "num_row_tiles": rows // 8,
+        "width": padded(sizes.inner) if is_first else sizes.width, "slab_rows": 1000,
+    }  # fmt: skip
+    return _source(gluon_slabs.slab_kernel, types, constants, values)
+
+
 def few_source(tile: Tile, is_first: bool, is_rounded: bool, sizes: Sizes = SIZES[0]) -> ASTSource:
     """As `gluon_launch.few` launches it."""
     constants: dict[str, Any] = {
@@ -95,6 +111,8 @@ def source(
     tile: Tile, is_first: bool, is_pairs: bool, dtype: str, *, is_rounded: bool = False, sizes: Sizes = SIZES[0]
 ) -> ASTSource:
     """As `tile_experts` launches it: sizes of 1 are constants, what 16 divides is said to be so."""
+    if tile.slabs and not is_pairs:
+        return slab_source(tile, is_first, is_rounded, sizes)
     if tile.piped and not is_pairs:
         return piped_source(tile, is_first, sizes)
     if tile.few and not is_pairs:
@@ -145,14 +163,15 @@ def moves(sizes: Sizes, dtype: str) -> Iterator[tuple[str, ASTSource]]:
     types |= dict.fromkeys(("counts", "table"), "*i32") | {"weights": "*fp32"}
     values = {
         "num_active": sizes.active, "num_experts": sizes.experts, "width": sizes.width, "rows": 80,
-        "num_units": padded(sizes.width) // UNIT,
+        "num_units": padded(sizes.width) // UNIT, "num_places": 1000,
     }  # fmt: skip
     for units, wide, is_sorted, is_rounded in ((8, 2, True, False), (32, 2, True, True), (8, 32, False, True)):
         constants = {"UNITS": units, "WIDE": wide, "IS_SORTED": is_sorted, "IS_ROUNDED": is_rounded}
+        constants["IS_SLAB"] = wide == 2
         yield f"arrange {constants}", _source(tile_moves.arrange, types, constants, values)
     for block in (512, 1024, 4096):
         yield f"count {block}", _source(tile_moves.count, types, {"BLOCK": block}, values)
-        constants = {"BLOCK": block, "EXPERTS": triton.next_power_of_2(sizes.experts)}
+        constants = {"BLOCK": block, "EXPERTS": triton.next_power_of_2(sizes.experts), "ALIGN": 8}
         yield f"group {block}", _source(tile_moves.group, types, constants, values)
     constants = {"PARTS": triton.next_power_of_2(sizes.active), "BLOCK": 256}
     yield "combine", _source(tile_moves.combine, types, constants, values)
@@ -168,8 +187,7 @@ def compile_sizes() -> int:
         for plan, is_pairs in plans:
             dtype = "fp32" if plan.first == tile_experts.EXACT.first else "bf16"
             for part, tile in (("first", plan.first), ("second", plan.second)):
-                options = {"num_warps": tile.warps, "num_stages": tile.stages}
-                options |= {"maxnreg": tile.registers} if tile.registers else {}
+                options = options_of(tile)
                 name = f"{part} {tile}{' of pairs' if is_pairs else ''}"
                 cases.append((name, source(tile, part == "first", is_pairs, dtype, sizes=sizes), options))
         cases += [(name, ast, {"num_warps": 4}) for dtype in ("bf16", "fp32") for name, ast in moves(sizes, dtype)]
@@ -183,6 +201,13 @@ def compile_sizes() -> int:
         print(f"{sizes}: {len(cases)} kernels, {wrong} of them wrong", flush=True)
         failed |= int(wrong > 0)
     return failed
+
+
+def options_of(tile: Tile) -> dict[str, int]:
+    """As its launch has them."""
+    if tile.slabs:
+        return {"num_warps": 8}
+    return {"num_warps": tile.warps, "num_stages": tile.stages} | ({"maxnreg": tile.registers} if tile.registers else {})
 
 
 def is_serial(ptx: str) -> bool:
@@ -200,8 +225,7 @@ def report(plans: Iterable[tuple[str, Plan, bool, str]]) -> int:
     failed = 0
     for name, plan, is_pairs, dtype in plans:
         for part, tile in (("first", plan.first), ("second", plan.second)):
-            options = {"num_warps": tile.warps, "num_stages": tile.stages}
-            options |= {"maxnreg": tile.registers} if tile.registers else {}
+            options = options_of(tile)
             try:
                 built = triton.compile(source(tile, part == "first", is_pairs, dtype), target=HOPPER, options=options)
             except (triton.CompilationError, RuntimeError) as error:

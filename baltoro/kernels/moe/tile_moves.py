@@ -26,13 +26,18 @@ def rounded_to_mxfp8(x, largest):
 def arrange(
     x, order, out, num_active, width, num_units,
     UNITS: tl.constexpr, WIDE: tl.constexpr, IS_SORTED: tl.constexpr, IS_ROUNDED: tl.constexpr,
+    IS_SLAB: tl.constexpr,
 ):  # fmt: skip
     """out [rows, 128 num_units]: rows of x [., width], columns as `tile_numbers.operand` has them, zeros beyond width.
 
-    IS_SORTED: row i is x[order[i] // num_active], otherwise x[i]. IS_ROUNDED: through MXFP8. Grid (rows, UNITS units).
+    IS_SORTED: row i is x[order[i] // num_active], or nothing where that is negative, otherwise x[i]. IS_ROUNDED:
+    through MXFP8. IS_SLAB: out as `slab_text` has it, [2 num_units, rows, 64]. Grid (rows, UNITS units).
     """
     row = tl.program_id(0).to(tl.int64)
     source = tl.load(order + row) // num_active if IS_SORTED else row
+    if IS_SLAB and IS_SORTED:
+        if source < 0:
+            return
     # loaded and stored in runs of 16 bytes; the change of order is the program's own
     column = tl.program_id(1) * (UNITS * 128) + tl.arange(0, UNITS * 128)
     value = tl.load(x + source * width + column, mask=column < width, other=0.0)
@@ -40,7 +45,13 @@ def arrange(
         value = tl.reshape(value.to(tl.float32), [UNITS * 4, 32])
         value = rounded_to_mxfp8(value, tl.max(tl.abs(value), 1, keep_dims=True))
     value = tl.permute(tl.reshape(value, [UNITS, 4, 32 // WIDE, WIDE]), [0, 2, 1, 3])
-    tl.store(out + row * num_units * 128 + column, tl.reshape(value, [UNITS * 128]), mask=column < num_units * 128)
+    if IS_SLAB:
+        run = (column % 64 // 8) ^ (row % 8)
+        at = (column // 64 * tl.num_programs(0).to(tl.int64) + row) * 64 + run * 8 + column % 8
+        at = tl.max_contiguous(tl.multiple_of(at, 8), 8)
+    else:
+        at = row * num_units * 128 + column
+    tl.store(out + at, tl.reshape(value, [UNITS * 128]), mask=column < num_units * 128)
 
 
 @triton.jit
@@ -55,25 +66,35 @@ def count(ids, counts, num_pairs, BLOCK: tl.constexpr):
 
 @triton.jit
 def group(
-    ids, counts, order, table, num_pairs, num_experts, num_tiles, rows,
-    BLOCK: tl.constexpr, EXPERTS: tl.constexpr,
+    ids, counts, order, table, num_pairs, num_places, num_experts, num_tiles, rows,
+    BLOCK: tl.constexpr, EXPERTS: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
     """An expert's pairs, in their order, and its tiles, as `tiles.tile_table`; grid (E + 1), the last one fills up."""
     expert = tl.program_id(0)
     at = tl.arange(0, EXPERTS)
     before = tl.load(counts + at, mask=(at < num_experts) & (at < expert), other=0)
-    first, first_tile = tl.sum(before, 0), tl.sum((before + rows - 1) // rows, 0)
+    first, first_tile = tl.sum((before + ALIGN - 1) // ALIGN * ALIGN, 0), tl.sum((before + rows - 1) // rows, 0)
     if expert == num_experts:
         for start in range(first_tile, num_tiles, BLOCK):
             tile = start + tl.arange(0, BLOCK)
             for part in range(3):
                 tl.store(table + part * num_tiles + tile, tl.where(part == 0, num_experts, 0), mask=tile < num_tiles)
+        if ALIGN > 1:
+            for start in range(first, num_places, BLOCK):
+                place = start + tl.arange(0, BLOCK)
+                tl.store(order + place, tl.full([BLOCK], -1, tl.int64), mask=place < num_places)
         return
     mine = tl.load(counts + expert)
-    for tile in range((mine + rows - 1) // rows):
+    tiles, each = (mine + rows - 1) // rows, rows
+    if ALIGN > 1:
+        each = (mine + tl.maximum(tiles, 1) - 1) // tl.maximum(tiles, 1)
+        each = (each + ALIGN - 1) // ALIGN * ALIGN
+        place = mine + tl.arange(0, ALIGN)
+        tl.store(order + first + place, tl.full([ALIGN], -1, tl.int64), mask=place < (mine + ALIGN - 1) // ALIGN * ALIGN)
+    for tile in range(tiles):
         tl.store(table + first_tile + tile, expert)
-        tl.store(table + num_tiles + first_tile + tile, first + tile * rows)
-        tl.store(table + 2 * num_tiles + first_tile + tile, first + mine)
+        tl.store(table + num_tiles + first_tile + tile, first + tile * each)
+        tl.store(table + 2 * num_tiles + first_tile + tile, first + tl.minimum((tile + 1) * each, mine))
     for start in range(0, num_pairs, BLOCK):
         pair = start + tl.arange(0, BLOCK)
         is_mine = (tl.load(ids + pair, mask=pair < num_pairs, other=-1) == expert).to(tl.int32)

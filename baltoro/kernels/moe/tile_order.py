@@ -6,10 +6,11 @@ import torch
 from torch import Tensor
 
 from baltoro.kernels.moe.tile_layout import UNIT, padded
+from baltoro.kernels.moe.tiles import places
 
 
-def grouped(ids: Tensor, num_experts: int, rows: int) -> tuple[Tensor, Tensor]:
-    """`tiles.tile_table` in two launches: order int64 [pairs], table int32 [3, tiles]."""
+def grouped(ids: Tensor, num_experts: int, rows: int, align: int = 1) -> tuple[Tensor, Tensor]:
+    """`tiles.tile_table` in two launches: order int64 [places], table int32 [3, tiles]."""
     from triton import cdiv, next_power_of_2
 
     from baltoro.kernels.moe import tile_moves
@@ -17,29 +18,40 @@ def grouped(ids: Tensor, num_experts: int, rows: int) -> tuple[Tensor, Tensor]:
     num_pairs = ids.numel()
     num_tiles = cdiv(num_pairs, rows) + num_experts
     counts = torch.empty(num_experts, dtype=torch.int32, device=ids.device)
-    order = torch.empty(num_pairs, dtype=torch.int64, device=ids.device)
+    order = torch.empty(places(num_pairs, num_experts, align), dtype=torch.int64, device=ids.device)
     table = torch.empty(3, num_tiles, dtype=torch.int32, device=ids.device)
     block, warps = (4096, 8) if num_pairs > 4096 else (1024 if num_pairs > 512 else 512, 4)
     tile_moves.count[(num_experts,)](ids, counts, num_pairs, BLOCK=block, num_warps=warps)
     tile_moves.group[(num_experts + 1,)](
-        ids, counts, order, table, num_pairs, num_experts, num_tiles, rows,
-        BLOCK=block, EXPERTS=next_power_of_2(num_experts), num_warps=warps,
+        ids, counts, order, table, num_pairs, len(order), num_experts, num_tiles, rows,
+        BLOCK=block, EXPERTS=next_power_of_2(num_experts), ALIGN=align, num_warps=warps,
     )  # fmt: skip
     return order, table
 
 
-def arranged(x: Tensor, order: Tensor | None, wide: int, width: int, *, num_active: int, is_rounded: bool) -> Tensor:
-    """x [., width] -> [rows, width padded] in the products' order of columns; rows as `order` says."""
+def arranged(
+    x: Tensor,
+    order: Tensor | None,
+    wide: int,
+    width: int,
+    *,
+    num_active: int,
+    is_rounded: bool,
+    is_slab: bool = False,
+) -> Tensor:
+    """x [., width] -> [rows, width padded] in the products' order of columns; rows as `order` says, nothing where it is
+    negative. is_slab: [width padded / 64, rows, 64], as `slab_text` reads it."""
     from triton import cdiv
 
     from baltoro.kernels.moe import tile_moves
 
     rows, units = len(x) if order is None else len(order), padded(width) // UNIT
-    out = torch.empty(rows, units * UNIT, dtype=x.dtype, device=x.device)
+    out = torch.empty((2 * units, rows, 64) if is_slab else (rows, units * UNIT), dtype=x.dtype, device=x.device)
     piece = 8 if rows < 1024 else 32  # few rows: more programs; many: fewer, each with more bytes on the way
     tile_moves.arrange[(rows, cdiv(units, piece))](
         x, x if order is None else order, out, num_active, width, units,
-        UNITS=piece, WIDE=wide, IS_SORTED=order is not None, IS_ROUNDED=is_rounded, num_warps=4,
+        UNITS=piece, WIDE=wide, IS_SORTED=order is not None, IS_ROUNDED=is_rounded,
+        IS_SLAB=is_slab, num_warps=4,
     )  # fmt: skip
     return out
 

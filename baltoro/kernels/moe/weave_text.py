@@ -43,3 +43,18 @@ def conversion(pairs: tuple[int, ...]) -> str:
 def registers(num_pairs: int) -> str:
     """Its constraints: outputs are written before the last input is read."""
     return ",".join(["=&h"] * (2 * num_pairs) + ["r"] * 3)
+
+
+def pair_lines(index: int, one: str, two: str, factor: str, out: str) -> list[str]:
+    """The same of one pair, a line each, into a register of 32 bits: out is not among the inputs."""
+    name, turn = PAIRS[index]
+    source, lines = {"one": one, "two": two, "shared": out}[name], []
+    if name == "shared":
+        lines.append(f"lop3.b32 {out}, {one}, {two}, {SHARED}, 0xE4;")
+    if turn > 16:
+        lines.append(f"shl.b32 {out}, {source}, {32 - turn};")
+    elif turn:
+        lines.append(f"shf.r.wrap.b32 {out}, {source}, {source}, {turn};")
+    if turn:
+        source = out
+    return [*lines, f"and.b32 {out}, {source}, {MASK};", f"mul.bf16x2 {out}, {out}, {factor};"]
