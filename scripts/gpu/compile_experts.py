@@ -76,8 +76,9 @@ def piped_source(tile: Tile, is_first: bool, sizes: Sizes = SIZES[0]) -> ASTSour
 def slab_source(tile: Tile, is_first: bool, is_rounded: bool, sizes: Sizes = SIZES[0]) -> ASTSource:
     """As `slabs` launches it."""
     constants: dict[str, Any] = {
-        "TEXT": slab_text.text(tile.stages, 1 if is_first else 0, is_first, is_first and not is_rounded),
+        "TEXT": slab_text.text(tile.stages, tile.warps, 1 if is_first else 0, is_first, is_first and not is_rounded),
         "OPERANDS": slab_text.constraints(), "PIECES": slab_text.shared_bytes(tile.stages) // 4096,
+        "WARPS": tile.warps,
     }  # fmt: skip
     types = {"x_ptr": "*bf16", "order_ptr": "*i64", "table_ptr": "*i32", "packed_ptr": "*i32", "scales_ptr": "*u8"}
     types |= {"out_ptr": "*bf16"} | dict.fromkeys(("beta", "linear_beta"), "fp32")
@@ -206,7 +207,7 @@ def compile_sizes() -> int:
 def options_of(tile: Tile) -> dict[str, int]:
     """As its launch has them."""
     if tile.slabs:
-        return {"num_warps": 8}
+        return {"num_warps": tile.warps}
     return {"num_warps": tile.warps, "num_stages": tile.stages} | ({"maxnreg": tile.registers} if tile.registers else {})
 
 

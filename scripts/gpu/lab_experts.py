@@ -27,7 +27,7 @@ from baltoro.kernels.moe import gluon_launch, slab_text, slabs, tile_experts, ti
 from baltoro.kernels.moe.experts import grouped
 from baltoro.kernels.moe.permute import permute_experts
 from baltoro.kernels.moe.products import TiledExperts
-from baltoro.kernels.moe.tile_experts import Plan
+from baltoro.kernels.moe.tile_experts import Plan, Tile
 from baltoro.kernels.moe.tile_layout import padded
 from baltoro.kernels.moe.tiles import tile_table
 from baltoro.kernels.quant import mxfp8
@@ -85,7 +85,7 @@ def compile_one(name: str, plan: Plan | None) -> str:
 def products(experts: TiledExperts, c: Case, plan: Plan) -> tuple[Callable[[], object], ...]:
     """Launches of the first and the second product alone."""
     if plan.first.slabs:
-        return slab_products(experts, c, plan.first.stages)
+        return slab_products(experts, c, plan.first)
     order, table, grid = c.ids, c.ids, c.ids.numel()
     if not c.is_pairs:
         order, table = tile_order.grouped(c.ids, RESIDENT, plan.rows)
@@ -118,14 +118,14 @@ def products(experts: TiledExperts, c: Case, plan: Plan) -> tuple[Callable[[], o
     return first, second
 
 
-def slab_products(experts: TiledExperts, c: Case, stages: int) -> tuple[Callable[[], object], ...]:
+def slab_products(experts: TiledExperts, c: Case, tile: Tile) -> tuple[Callable[[], object], ...]:
     """The same of the form with slabs."""
     order, table = tile_order.grouped(c.ids, RESIDENT, slab_text.MOST, slabs.ALIGN)
     x = torch.randn(padded(LATENT) // 64, len(order), 64, device=c.z.device, dtype=c.z.dtype)
     hidden = torch.randn(padded(INNER) // 64, len(order), 64, device=c.z.device, dtype=c.z.dtype)
     return (
-        partial(slabs.first, x, table, order, experts, ACTIVATION, stages, is_ordered=True),
-        partial(slabs.second, hidden, table, order, experts, c.ids.numel(), stages),
+        partial(slabs.first, x, table, order, experts, ACTIVATION, tile, is_ordered=True),
+        partial(slabs.second, hidden, table, order, experts, c.ids.numel(), tile),
     )
 
 

@@ -24,6 +24,7 @@ CASES = {
     "1024 rows": (64, ACTIVE, False), "2048 rows": (128, ACTIVE, False), "4096 rows": (256, ACTIVE, False),
 }  # fmt: skip
 SLABS = replace(MANY, stages=5, slabs=True)
+HALF = replace(SLABS, warps=4, stages=2)
 PAIR, LAST = Tile(8, 0, 128, 2, 3), Tile(8, 0, 128, 2, 3, split=2)
 
 
@@ -54,10 +55,12 @@ VARIANTS: dict[str, tuple[Plan, ...]] = {
         both(Tile(8, 0, 256, 4, 1, few=True)), both(Tile(8, 0, 128, 2, 3, fetch=0)),
         both(Tile(8, 0, 128, 2, 3, spread=True)),
     ),
-    "16352 rows": (both(SLABS), both(replace(SLABS, stages=4)), both(MANY), both(replace(MANY, stages=4))),
-    "4096 rows": (both(SLABS), both(MANY), both(Tile(32, 0, 128, 8, 3, 128, piped=True)), both(Tile(32, 0, 128, 4, 3))),
-    "2048 rows": (both(SLABS), both(MANY), both(Tile(32, 0, 128, 8, 3, 128, piped=True)), both(Tile(32, 0, 128, 4, 3))),
-    "1024 rows": (both(SLABS), both(Tile(16, 0, 128, 2, 3)), both(FEW)),
+    "16352 rows": (
+        both(SLABS), both(HALF), both(replace(SLABS, stages=4)), both(MANY), both(replace(MANY, stages=4)),
+    ),
+    "4096 rows": (both(SLABS), both(HALF), both(MANY), both(Tile(32, 0, 128, 8, 3, 128, piped=True)), both(Tile(32, 0, 128, 4, 3))),
+    "2048 rows": (both(SLABS), both(HALF), both(MANY), both(Tile(32, 0, 128, 8, 3, 128, piped=True)), both(Tile(32, 0, 128, 4, 3))),
+    "1024 rows": (both(SLABS), both(HALF), both(Tile(16, 0, 128, 2, 3)), both(FEW)),
     "64 pairs": (Plan(replace(PAIR, spread=True), LAST),),
     "64 rows": (both(FEW), both(replace(FEW, few=False)), both(Tile(8, 0, 128, 2, 3))),
 }  # fmt: skip
@@ -72,7 +75,7 @@ def short(plan: Plan) -> str:
         word += f" k{tile.split}" if tile.split > 1 else ""
         word += " spread" * tile.spread + (f" after {tile.signal}/8" if tile.signal else "")
         word += " few" * tile.few
-        word = f"slabs s{tile.stages}" if tile.slabs else word + " piped" * tile.piped
+        word = f"slabs w{tile.warps} s{tile.stages}" if tile.slabs else word + " piped" * tile.piped
         words.append(word + (" here" if tile.in_place else ""))
     same = words[0] == words[1]
     return f"({words[0] if same else ' | '.join(words)}, fetch {plan.second.fetch})"

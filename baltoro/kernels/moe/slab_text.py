@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from baltoro.kernels.moe.slab_end_text import MOST, SLAB, ends
+from baltoro.kernels.moe.slab_end_text import MOST, PLACES_AT, SLAB, ends
 from baltoro.kernels.moe.weave_text import pair_lines
 
 CLASSES = tuple(range(8, MOST + 1, 8))  # rows of inputs
@@ -29,14 +29,17 @@ INPUTS = (
 
 
 def shared_bytes(stages: int) -> int:
-    """Stages, barriers, and what is lost to alignment, in pieces of 4096."""
-    return -(-(stages * STAGE + 128 + 1024) // 4096) * 4096
+    """Stages, barriers, places of the rows, and what is lost to alignment, in pieces of 4096."""
+    return -(-(stages * STAGE + PLACES_AT + 4 * MOST + 1024) // 4096) * 4096
 
 
-def text(stages: int, kind: int, is_first: bool, is_ordered: bool) -> str:
-    """The program: outputs $0 (nothing), inputs as `INPUTS`."""
+def text(stages: int, warps: int, kind: int, is_first: bool, is_ordered: bool) -> str:
+    """The program: outputs $0 (nothing), inputs as `INPUTS`. warps: 8, or 4 with half as many rows of weights."""
     name = {word: f"${i + 1}" for i, word in enumerate(INPUTS)}
-    lines = ["{", *_registers(), "mov.b32 $0, 0;", *_place(name), *_barriers(stages), *_pointers(name)]
+    lines = ["{", *_registers(), "mov.b32 $0, 0;", *_place(name), *_barriers(stages, warps)]
+    lines += [*_tile(warps, is_ordered), *_pointers(name)]
+    if not is_first:
+        lines += _places(warps, name)
     for stage in range(stages):
         lines += [f"setp.gt.and.u32 p, {name['num_units']}, {stage}, lead;", *_fetch(f"smem+{stage * STAGE}", stage)]
     lines += _asked("a") + _asked("b")
@@ -45,7 +48,7 @@ def text(stages: int, kind: int, is_first: bool, is_ordered: bool) -> str:
     lines.append(f"bra ROWS{MOST};")
     for rows in CLASSES:
         lines += [f"ROWS{rows}:", "{", *_loop(rows, stages, name)]
-        lines += [*ends(rows, kind, is_first, is_ordered, name), "}", "bra DONE;"]
+        lines += [*ends(rows, warps, kind, is_first, is_ordered, name), "}", "bra DONE;"]
     return "\n".join([*lines, "DONE:", "}"])
 
 
@@ -58,7 +61,7 @@ def _registers() -> list[str]:
     return [
         ".reg .pred p, q, lead, first_warp, arrives, some, always;",
         ".reg .b32 tid, lane, warp, block, expert, first, end, n8, size, smem, bells, bytes, slab, t, s, u, at, bell;",
-        ".reg .b32 phase, at_before, bell_before, phase_before, step, small_step, pair, order;",
+        ".reg .b32 phase, at_before, bell_before, phase_before, pair, order<2>;",
         ".reg .b32 low_words, row_words, low_scales, row_scales;",
         ".reg .b64 wide, from, from2, xs, slab_wide, unit_wide, words, scale, here, ahead, ahead_step, desc;",
         *(f".reg .b32 {n}<8>;" for n in ("wa", "wb")),
@@ -82,27 +85,49 @@ def _place(name: dict[str, str]) -> list[str]:
     ]  # fmt: skip
 
 
-def _barriers(stages: int) -> list[str]:
+def _barriers(stages: int, warps: int) -> list[str]:
     """`full` of each stage at bells, `empty`, for which every warp rings, 64 bytes on."""
     lines = [f"add.u32 bells, smem, {stages * STAGE};"]
     for stage in range(stages):
         lines.append(f"@lead mbarrier.init.shared::cta.b64 [bells+{8 * stage}], 1;")
-        lines.append(f"@lead mbarrier.init.shared::cta.b64 [bells+{64 + 8 * stage}], 8;")
+        lines.append(f"@lead mbarrier.init.shared::cta.b64 [bells+{64 + 8 * stage}], {warps};")
     return [*lines, "fence.mbarrier_init.release.cluster;", "fence.proxy.async.shared::cta;", "bar.sync 0;"]
 
 
+def _tile(warps: int, is_ordered: bool) -> list[str]:
+    """t: the first of a block's tiles of eight rows that is the warp's; of the other block 8 tiles on, both with the
+    one after it. Four warps take rows of weights whose hidden columns are one slab, if it is slabs that they leave."""
+    wide, high, low, each = 5, 2, 3, 16
+    if warps == 4:
+        wide, high, low = (4, 1, 1) if is_ordered else (4, 2, 3)
+    lines = [f"shl.b32 t, block, {wide};"]
+    if warps == 4 and is_ordered:  # two blocks share 32 tiles
+        lines = ["shr.u32 t, block, 1;", "shl.b32 t, t, 5;", "and.b32 s, block, 1;", "shl.b32 s, s, 2;",
+                 "add.u32 t, t, s;"]  # fmt: skip
+    return [*lines, f"shr.u32 s, warp, {high};", f"mad.lo.u32 t, s, {each}, t;", f"and.b32 s, warp, {low};",
+            "shl.b32 s, s, 1;", "add.u32 t, t, s;"]  # fmt: skip
+
+
+def _places(warps: int, name: dict[str, str]) -> list[str]:
+    """Which pairs the tile's rows are: asked for here, put into shared memory after the loop."""
+    lines = []
+    for n in range(-(-MOST // (32 * warps))):
+        lines += [
+            f"add.u32 t, tid, {32 * warps * n};", "setp.lt.u32 p, t, size;", "add.u32 t, t, first;",
+            f"mad.wide.u32 wide, t, 8, {name['order']};", f"mov.u32 order{n}, 0;",
+            f"@p ld.global.nc.u32 order{n}, [wide];",
+        ]  # fmt: skip
+    return lines
+
+
 def _pointers(name: dict[str, str]) -> list[str]:
-    """Where the program's inputs begin, and the thread's words and scale bytes: warp w of a warpgroup has, of block m,
-    tiles of eight rows 16 wg + 8 m + 2 w and the one after it."""
+    """Where the program's inputs begin, and the thread's words and scale bytes."""
     tiles, units = name["num_row_tiles"], name["num_units"]
     return [
+        f"mad.lo.u32 t, expert, {tiles}, t;",
         "shl.b32 bytes, n8, 10;",  # of a slab
         f"mul.wide.u32 slab_wide, {name['slab_rows']}, 128;", "add.u64 unit_wide, slab_wide, slab_wide;",
         f"mad.wide.u32 xs, first, 128, {name['x']};",
-        # the first of the expert's tiles that is the warp's
-        f"mul.lo.u32 t, expert, {tiles};", "shl.b32 s, block, 5;", "add.u32 t, t, s;",
-        "shr.u32 s, warp, 2;", "shl.b32 s, s, 4;", "add.u32 t, t, s;",
-        "and.b32 s, warp, 3;", "shl.b32 s, s, 1;", "add.u32 t, t, s;",
         f"mul.wide.u32 wide, t, {units};",
         "mul.lo.u64 words, wide, 512;", f"add.u64 words, words, {name['packed']};",
         "mul.lo.u64 scale, wide, 32;", f"add.u64 scale, scale, {name['scales']};",
@@ -186,6 +211,16 @@ def _waited(label: str, bell: str, phase: str) -> list[str]:
     return [f"{label}:", f"mbarrier.try_wait.parity.shared::cta.b64 p, [{bell}], {phase};", f"@!p bra {label};"]
 
 
+def _refilled(rows: int, stages: int, units: str) -> Iterator[str]:
+    """The first warp puts a unit to come where the unit before was."""
+    yield f"add.u32 t, u, {stages - 1};\nsetp.lt.and.u32 q, t, {units}, first_warp;\nand.pred q, q, some;"
+    yield f"@!q bra NEXT{rows};"
+    yield from _waited(f"EMPTY{rows}", "bell_before+64", "phase_before")
+    yield "mov.pred p, lead;"
+    yield from _fetch("at_before")
+    yield f"NEXT{rows}:"
+
+
 def _loop(rows: int, stages: int, name: dict[str, str]) -> Iterator[str]:
     """All units; sums of both blocks in ca and cb."""
     units = name["num_units"]
@@ -202,6 +237,7 @@ def _loop(rows: int, stages: int, name: dict[str, str]) -> Iterator[str]:
                 "@arrives mbarrier.arrive.shared::cta.b64 _, [bell_before+64];")  # fmt: skip
     yield from _converted("b", 0)
     yield from _product(rows, "b", 0)
+    yield from _refilled(rows, stages, units)
     yield from _converted("a", 1)
     yield f"add.u32 t, u, 1;\nsetp.lt.u32 q, t, {units};\nselp.b64 wide, 512, 0, q;\nadd.u64 words, words, wide;"
     yield "selp.b64 wide, 32, 0, q;\nadd.u64 scale, scale, wide;\nadd.u64 ahead, ahead, ahead_step;"
@@ -212,13 +248,6 @@ def _loop(rows: int, stages: int, name: dict[str, str]) -> Iterator[str]:
     yield from _converted("b", 1)
     yield from _asked("b")
     yield from _product(rows, "b", 1)
-    # the first warp puts the unit after the next ones where the unit before was
-    yield f"add.u32 t, u, {stages - 1};\nsetp.lt.and.u32 q, t, {units}, first_warp;\nand.pred q, q, some;"
-    yield f"@!q bra NEXT{rows};"
-    yield from _waited(f"EMPTY{rows}", "bell_before+64", "phase_before")
-    yield "mov.pred p, lead;"
-    yield from _fetch("at_before")
-    yield f"NEXT{rows}:"
     yield "mov.b32 at_before, at;\nmov.b32 bell_before, bell;\nmov.b32 phase_before, phase;"
     yield f"add.u32 at, at, {STAGE};\nadd.u32 bell, bell, 8;\nadd.u32 t, bells, {8 * stages};\nsetp.eq.u32 q, bell, t;"
     yield "@q mov.b32 at, smem;\n@q mov.b32 bell, bells;\n@q xor.b32 phase, phase, 1;"

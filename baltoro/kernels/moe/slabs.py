@@ -5,14 +5,18 @@ ones, and a program for exactly as many, rounded up to eight. For bf16 on Hopper
 from __future__ import annotations
 
 from functools import cache
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from baltoro.kernels.moe import slab_text
 from baltoro.kernels.moe.products import Tiled, TiledExperts
-from baltoro.kernels.moe.tile_layout import ROW_UNIT, UNIT, padded
+from baltoro.kernels.moe.tile_layout import UNIT, padded
 from baltoro.kernels.moe.tile_order import arranged, combine, grouped
+
+if TYPE_CHECKING:
+    from baltoro.kernels.moe.tile_experts import Tile
 
 # Whole rows of parts are stored 16 bytes at a time, experts' rows begin where the swizzle does.
 ALIGN = 8
@@ -28,17 +32,17 @@ def run(
     weights: Tensor,
     experts: TiledExperts,
     activation: tuple[int, float, float],
-    stages: int,
+    tile: Tile,
     *,
     fake_activations: bool,
 ) -> Tensor:
     """As `tile_experts.run`, grouped: count, group, arrange, first product, [round,] second product, combine."""
     order, table = grouped(ids, len(experts.first_packed), slab_text.MOST, ALIGN)
     x = arranged(z, order, 2, experts.width, num_active=ids.shape[1], is_rounded=fake_activations, is_slab=True)
-    hidden = first(x, table, order, experts, activation, stages, is_ordered=not fake_activations)
+    hidden = first(x, table, order, experts, activation, tile, is_ordered=not fake_activations)
     if fake_activations:
         hidden = arranged(hidden, None, 2, hidden.shape[1], num_active=1, is_rounded=True, is_slab=True)
-    return combine(second(hidden, table, order, experts, ids.numel(), stages), weights, z)
+    return combine(second(hidden, table, order, experts, ids.numel(), tile), weights, z)
 
 
 def first(
@@ -47,22 +51,22 @@ def first(
     order: Tensor,
     experts: TiledExperts,
     activation: tuple[int, float, float],
-    stages: int,
+    tile: Tile,
     *,
     is_ordered: bool,
 ) -> Tensor:
     """hidden of slabs x [M' / 64, places, 64]: slabs [F' / 64, places, 64], or, not is_ordered, [places, F']."""
     inner, rows = padded(experts.inner), x.shape[1]
     hidden = torch.empty((inner // 64, rows, 64) if is_ordered else (rows, inner), dtype=x.dtype, device=x.device)
-    _launch(x, table, order, experts.first, hidden, inner, activation, stages, is_first=True, is_ordered=is_ordered)
+    _launch(x, table, order, experts.first, hidden, inner, activation, tile, is_first=True, is_ordered=is_ordered)
     return hidden
 
 
-def second(hidden: Tensor, table: Tensor, order: Tensor, experts: TiledExperts, pairs: int, stages: int) -> Tensor:
+def second(hidden: Tensor, table: Tensor, order: Tensor, experts: TiledExperts, pairs: int, tile: Tile) -> Tensor:
     """parts [pairs, M] of slabs of hidden, in the order of the pairs, not weighted yet."""
     out = torch.empty(pairs, experts.width, dtype=hidden.dtype, device=hidden.device)
     one, none = experts.second, (0, 1.0, 1.0)
-    _launch(hidden, table, order, one, out, experts.width, none, stages, is_first=False, is_ordered=False)
+    _launch(hidden, table, order, one, out, experts.width, none, tile, is_first=False, is_ordered=False)
     return out
 
 
@@ -74,7 +78,7 @@ def _launch(
     out: Tensor,
     width: int,
     activation: tuple[int, float, float],
-    stages: int,
+    tile: Tile,
     *,
     is_first: bool,
     is_ordered: bool,
@@ -82,7 +86,7 @@ def _launch(
     from baltoro.kernels.moe import gluon_slabs
 
     rows = one.packed.shape[1] * 8
-    gluon_slabs.slab_kernel[(rows // ROW_UNIT, table.shape[1])](
+    gluon_slabs.slab_kernel[(rows // (32 * tile.warps), table.shape[1])](
         x, table, order, one.packed.view(torch.int32), one.scale, out,
         len(one.packed), len(x) * 64 // UNIT, rows // 8, width, x.shape[1], *activation[1:],
         TEXT=program(stages, activation[0], is_first, is_ordered), OPERANDS=slab_text.constraints(),
@@ -91,6 +95,6 @@ def _launch(
 
 
 @cache
-def program(stages: int, kind: int, is_first: bool, is_ordered: bool) -> str:
+def program(stages: int, warps: int, kind: int, is_first: bool, is_ordered: bool) -> str:
     """`slab_text.text`, made once."""
-    return slab_text.text(stages, kind, is_first, is_ordered)
+    return slab_text.text(stages, warps, kind, is_first, is_ordered)
