@@ -208,7 +208,8 @@ def options_of(tile: Tile) -> dict[str, int]:
     """As its launch has them."""
     if tile.slabs:
         return {"num_warps": tile.warps}
-    return {"num_warps": tile.warps, "num_stages": tile.stages} | ({"maxnreg": tile.registers} if tile.registers else {})
+    bound = {"maxnreg": tile.registers} if tile.registers else {}
+    return {"num_warps": tile.warps, "num_stages": tile.stages} | bound
 
 
 def is_serial(ptx: str) -> bool:

@@ -23,11 +23,11 @@ from torch import Tensor
 
 from baltoro.bench.kernels.moe import INNER, LATENT, PACKED_BYTES, RESIDENT, SITU, resident_experts
 from baltoro.bench.kernels.timing import Ceilings, ceilings, graph_us
-from baltoro.kernels.moe import gluon_launch, slab_text, slabs, tile_experts, tile_order
+from baltoro.kernels.moe import gluon_launch, slabs, tile_experts, tile_order
 from baltoro.kernels.moe.experts import grouped
 from baltoro.kernels.moe.permute import permute_experts
 from baltoro.kernels.moe.products import TiledExperts
-from baltoro.kernels.moe.tile_experts import Plan, Tile
+from baltoro.kernels.moe.tile_experts import Plan
 from baltoro.kernels.moe.tile_layout import padded
 from baltoro.kernels.moe.tiles import tile_table
 from baltoro.kernels.quant import mxfp8
@@ -85,7 +85,7 @@ def compile_one(name: str, plan: Plan | None) -> str:
 def products(experts: TiledExperts, c: Case, plan: Plan) -> tuple[Callable[[], object], ...]:
     """Launches of the first and the second product alone."""
     if plan.first.slabs:
-        return slab_products(experts, c, plan.first)
+        return slab_products(experts, c, plan)
     order, table, grid = c.ids, c.ids, c.ids.numel()
     if not c.is_pairs:
         order, table = tile_order.grouped(c.ids, RESIDENT, plan.rows)
@@ -118,14 +118,14 @@ def products(experts: TiledExperts, c: Case, plan: Plan) -> tuple[Callable[[], o
     return first, second
 
 
-def slab_products(experts: TiledExperts, c: Case, tile: Tile) -> tuple[Callable[[], object], ...]:
+def slab_products(experts: TiledExperts, c: Case, plan: Plan) -> tuple[Callable[[], object], ...]:
     """The same of the form with slabs."""
-    order, table = tile_order.grouped(c.ids, RESIDENT, slab_text.MOST, slabs.ALIGN)
+    order, table = tile_order.grouped(c.ids, RESIDENT, slabs.MOST, slabs.ALIGN)
     x = torch.randn(padded(LATENT) // 64, len(order), 64, device=c.z.device, dtype=c.z.dtype)
     hidden = torch.randn(padded(INNER) // 64, len(order), 64, device=c.z.device, dtype=c.z.dtype)
     return (
-        partial(slabs.first, x, table, order, experts, ACTIVATION, tile, is_ordered=True),
-        partial(slabs.second, hidden, table, order, experts, c.ids.numel(), tile),
+        partial(slabs.first, x, table, order, experts, ACTIVATION, plan.first, is_ordered=True),
+        partial(slabs.second, hidden, table, order, experts, c.ids.numel(), plan.second),
     )
 
 
@@ -181,7 +181,8 @@ def check_and_time(experts: TiledExperts, c: Case, plan: Plan) -> None:
     is_same = all(torch.equal(out, outs[0]) for out in outs)
     away = gap(outs[0], product(experts, c, configured(c)).double())  # of all tokens
     if not max(error, away) < 1.2e-2 or not bool(torch.isfinite(outs[0]).all()) or not is_same:
-        say(f"{c.name}, {short(plan)}: WRONG, error {error:.2e}, of all {away:.2e}, {'' if is_same else 'not '}the same each time")
+        same = "" if is_same else "not "
+        say(f"{c.name}, {short(plan)}: WRONG, error {error:.2e}, of all {away:.2e}, {same}the same each time")
         return
     samples, inner = (5, 3) if c.name == "16352 rows" else (9, 5)
     whole = graph_us(partial(product, experts, c, plan), samples=samples, inner=inner)
@@ -227,14 +228,17 @@ def wholes(experts: TiledExperts, c: Case, limits: Ceilings) -> Iterator[str]:
             yield f"{c.name:11} {name} {kind}: {us:.1f} us, {us / floor['whole']:.2f} x floor"
 
 
-def compile_all(limit: float, names: list[str]) -> tuple[dict[tuple[str, Plan | None], str], TiledExperts, dict[str, Case]]:
+Key = tuple[str, Plan | None]
+
+
+def compile_all(limit: float, names: list[str]) -> tuple[dict[Key, str], TiledExperts, dict[str, Case]]:
     """Compile in workers, for `limit` seconds at most, and build inputs and references meanwhile.
 
     Nothing is timed before the workers are gone: they share the device.
     """
     variants = {name: VARIANTS[name] for name in names}
     longest = max(len(v) for v in variants.values())
-    queue: list[tuple[str, Plan | None]] = [(n, v[i]) for i in range(longest) for n, v in variants.items() if i < len(v)]
+    queue: list[Key] = [(n, v[i]) for i in range(longest) for n, v in variants.items() if i < len(v)]
     queue += [(name, None) for name in names]
     begun = time.monotonic()
     pool = ProcessPoolExecutor(min(14, os.cpu_count() or 1), mp_context=get_context("spawn"))

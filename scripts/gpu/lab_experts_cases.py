@@ -58,8 +58,8 @@ VARIANTS: dict[str, tuple[Plan, ...]] = {
     "16352 rows": (
         both(SLABS), both(HALF), both(replace(SLABS, stages=4)), both(MANY), both(replace(MANY, stages=4)),
     ),
-    "4096 rows": (both(SLABS), both(HALF), both(MANY), both(Tile(32, 0, 128, 8, 3, 128, piped=True)), both(Tile(32, 0, 128, 4, 3))),
-    "2048 rows": (both(SLABS), both(HALF), both(MANY), both(Tile(32, 0, 128, 8, 3, 128, piped=True)), both(Tile(32, 0, 128, 4, 3))),
+    "4096 rows": (both(SLABS), both(HALF), both(MANY), both(Tile(32, 0, 128, 8, 3, 128, piped=True))),
+    "2048 rows": (both(SLABS), both(HALF), both(MANY), both(Tile(32, 0, 128, 8, 3, 128, piped=True))),
     "1024 rows": (both(SLABS), both(HALF), both(Tile(16, 0, 128, 2, 3)), both(FEW)),
     "64 pairs": (Plan(replace(PAIR, spread=True), LAST),),
     "64 rows": (both(FEW), both(replace(FEW, few=False)), both(Tile(8, 0, 128, 2, 3))),

@@ -92,11 +92,13 @@ class Program:
 
 
 def run(
-    text: str, memory: Memory, inputs: list[Any], ids: tuple[int, int], grid: tuple[int, int], threads: int
-) -> Program:
-    """A program of the text, whose operands are $0 and, from $1 on, `inputs`."""
+    text: str, memory: Memory, inputs: list[Any], ids: tuple[int, int], grid: tuple[int, int], threads: int,
+    given: dict[str, Any] | None = None,
+) -> Program:  # fmt: skip
+    """A program of the text, whose operands are $0 and, from $1 on, `inputs`; given: registers that have a value."""
     one = Program(memory, ids, grid, threads)
     one.kinds["$0"] = np.uint32
+    one.registers |= given or {}
     for i, x in enumerate(inputs):
         kind = np.float32 if isinstance(x, float) else np.uint64
         one.registers[f"${i + 1}"] = np.full(one.threads, x, kind)
@@ -175,7 +177,7 @@ def plain(one: Program, name: str, rest: list[str], words: list[str]) -> Any:
         return found + one.value(words[2], "u64") if name == "mad" else found
     if kind == "bf16x2":
         a, b = (one.value(w, "u32") for w in words)
-        low, high = (to_bf16(bf16((a >> s & 0xFFFF)) * bf16((b >> s & 0xFFFF))) for s in (np.uint32(0), np.uint32(16)))
+        low, high = (to_bf16(bf16(a >> s & 0xFFFF) * bf16(b >> s & 0xFFFF)) for s in (np.uint32(0), np.uint32(16)))
         return high << np.uint32(16) | low
     if name == "mov":
         if words[0].startswith("{"):

@@ -75,18 +75,20 @@ def test_gate_and_up_take_turns_and_dense_experts_are_refused() -> None:
         permute_experts(ExpertWeights(w1=gate, w3=torch.zeros(2, 40, 96), w2=down))
 
 
-@given(st.integers(0, 12), st.integers(1, 3), st.integers(1, 5), st.sampled_from([1, 2, 4]), st.integers(0, 1000))
+@given(st.integers(0, 12), st.integers(1, 3), st.integers(1, 5), st.sampled_from([1, 2, 4]), st.integers(0, 1000),
+       st.sampled_from([1, 2]))  # fmt: skip
 def test_tiles_hold_each_pair_once_under_its_expert(
-    tokens: int, active: int, num_experts: int, rows: int, seed: int
+    tokens: int, active: int, num_experts: int, rows: int, seed: int, align: int
 ) -> None:
+    rows *= align
     ids = torch.randint(0, num_experts, (tokens, active), generator=torch.Generator().manual_seed(seed))
-    order, tiles = tile_table(ids, num_experts, rows)
+    order, tiles = tile_table(ids, num_experts, rows, align)
     assert tiles.shape == (3, -(-ids.numel() // rows) + num_experts) and tiles.dtype == torch.int32
     seen: list[int] = []
     for expert, first, end in tiles.T.tolist():
         if expert < num_experts:
             assert first < end
-            assert end <= first + rows
+            assert end <= first + rows and first % align == 0
             pairs = order[first:end]
             assert (ids.flatten()[pairs] == expert).all()
             seen += pairs.tolist()

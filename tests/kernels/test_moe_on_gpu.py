@@ -14,7 +14,7 @@ from baltoro.kernels.linear import fast, reference
 from baltoro.kernels.moe import fast_experts, fast_route, tile_experts, tile_order
 from baltoro.kernels.moe.experts import grouped
 from baltoro.kernels.moe.permute import permute_experts
-from baltoro.kernels.moe.reference import route, situ_glu
+from baltoro.kernels.moe.reference import route, silu_glu, situ_glu
 from baltoro.kernels.moe.tiles import tile_table
 from baltoro.kernels.quant import mxfp8
 from tests.kernels.tolerances import TOLERANCES
@@ -72,11 +72,13 @@ def test_experts(tokens: int, active: int, is_permuted: bool, dtype: torch.dtype
     assert torch.equal(out, again)
 
 
+SITU = partial(situ_glu, beta=4.0, linear_beta=25.0)
 TURNED = replace(tile_experts.PAIRS.second, split=1, spread=True, signal=3)
 
 
 MANY, FEW = tile_experts.MANY, tile_experts.FEW
 OTHERS = (replace(MANY, rows=128, more=0), replace(FEW, block=64, warps=1), TURNED)
+SLABS = tuple(replace(MANY, slabs=True, warps=warps, stages=stages) for warps, stages in ((8, 5), (4, 2)))
 IN_TRITON = (replace(MANY, piped=False), replace(FEW, few=False))
 
 
@@ -85,7 +87,7 @@ IN_TRITON = (replace(MANY, piped=False), replace(FEW, few=False))
     [
         tile_experts.PAIRS,
         *(plan for _, plan in tile_experts.GROUPS),
-        *(tile_experts.Plan(tile, tile) for tile in (*OTHERS, *IN_TRITON)),
+        *(tile_experts.Plan(tile, tile) for tile in (*OTHERS, *SLABS, *IN_TRITON)),
     ],
 )
 def test_every_plan_of_permuted_experts_for_few_and_many_rows(plan: tile_experts.Plan) -> None:
@@ -123,11 +125,36 @@ def test_pairs_are_added_up_by_the_last_program_always_in_the_same_order(tokens:
         assert torch.equal(captured, out) and torch.equal(run(), out)
 
 
+# a tile of slabs has as many rows as its expert, up to 160
+COUNTS = (0, 1, 7, 8, 9, 15, 16, 17, 0, 64, 65, 80, 81, 127, 128, 129, 144, 145, 152, 153, 160, 161, 192, 193, 255, 256,
+          257, 300, 320, 321, 513, 0)  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", [0, 1, 2])
+@pytest.mark.parametrize("tile", SLABS)
+def test_experts_of_any_number_of_rows(tile: tile_experts.Tile, kind: int) -> None:
+    weights = resident_experts("cuda", num=len(COUNTS), width=608, inner=352)
+    permuted, counts = permute_experts(weights), torch.tensor(COUNTS)
+    ids = torch.arange(len(COUNTS)).repeat_interleave(counts)[torch.randperm(sum(COUNTS))][:, None].cuda()
+    z, shares = torch.randn(len(ids), 608, device="cuda").bfloat16(), torch.rand(len(ids), 1, device="cuda") + 0.5
+    activation = (silu_glu, SITU, partial(situ_glu, beta=4.0, linear_beta=None))[kind]
+    expected = grouped(z.double(), ids, shares.double(), weights, activation=activation)
+    run = partial(
+        tile_experts.run, z, ids, shares, permuted, (kind, 4.0, 25.0), tile_experts.Plan(tile, tile), is_pairs=False
+    )
+    out = run()
+    errors = (out.double() - expected).norm(dim=1) / expected.norm(dim=1)
+    assert errors.max() < 2 * TOLERANCES["expert_product_grouped"]["bfloat16"]
+    assert all(torch.equal(run(), out) for _ in range(20))
+    assert 1e-3 < gap(run(fake_activations=True), expected) < TOLERANCES["expert_product_w4a8"]["bfloat16"]
+
+
+@pytest.mark.parametrize("align", [1, 8])
 @pytest.mark.parametrize("tokens", [1, 700])
-def test_pairs_are_grouped_and_rounded_as_in_torch(tokens: int) -> None:
+def test_pairs_are_grouped_and_rounded_as_in_torch(tokens: int, align: int) -> None:
     ids = torch.rand(tokens, 112, device="cuda").topk(16).indices
-    order, table = tile_order.grouped(ids, 112, 16)
-    expected_order, expected = tile_table(ids, 112, 16)
+    order, table = tile_order.grouped(ids, 112, 16, align)
+    expected_order, expected = tile_table(ids, 112, 16, align)
     assert torch.equal(order, expected_order) and torch.equal(table[0], expected[0])
     assert torch.equal(table[:, table[0] < 112], expected[:, expected[0] < 112])
     x = torch.randn(tokens, 608, device="cuda").bfloat16() * 30

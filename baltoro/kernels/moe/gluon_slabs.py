@@ -9,13 +9,25 @@ from triton.experimental.gluon import language as gl
 
 
 @gluon.jit
+def address(pointer, EACH: gl.constexpr):
+    """In every thread."""
+    return gl.full([32 * EACH.warps_per_cta[0]], pointer.to(gl.int64), gl.int64, EACH)
+
+
+@gluon.jit
+def each(value, EACH: gl.constexpr):
+    """The same of a number."""
+    return gl.full([32 * EACH.warps_per_cta[0]], value, gl.int32, EACH)
+
+
+@gluon.jit
 def slab_kernel(
     x_ptr, table_ptr, order_ptr, packed_ptr, scales_ptr, out_ptr,
     num_experts, num_units, num_row_tiles, width, slab_rows, beta, linear_beta,
     TEXT: gl.constexpr, OPERANDS: gl.constexpr, PIECES: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    """out: slabs of hidden, or rows [., width]; grid (blocks of 32 WARPS weight rows, tiles). x: slabs of inputs. PIECES of
-    4096 bytes of shared memory, whose beginning the text finds by its name: nothing else of the kernel may need any."""
+    """out: slabs of hidden, or rows [., width]; grid (blocks of 32 WARPS weight rows, tiles). x: slabs of inputs.
+    PIECES of 4096 bytes of shared memory, whose beginning the text finds by its name: nothing else may need any."""
     EACH: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     WORDS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     memory = gl.allocate_shared_memory(gl.int32, [PIECES + 1, 1024], WORDS)
@@ -23,14 +35,10 @@ def slab_kernel(
     gl.inline_asm_elementwise(
         TEXT, OPERANDS,
         [
-            gl.full([32 * WARPS], x_ptr.to(gl.int64), gl.int64, EACH), gl.full([32 * WARPS], table_ptr.to(gl.int64), gl.int64, EACH),
-            gl.full([32 * WARPS], order_ptr.to(gl.int64), gl.int64, EACH),
-            gl.full([32 * WARPS], packed_ptr.to(gl.int64), gl.int64, EACH),
-            gl.full([32 * WARPS], scales_ptr.to(gl.int64), gl.int64, EACH),
-            gl.full([32 * WARPS], out_ptr.to(gl.int64), gl.int64, EACH),
-            gl.full([32 * WARPS], num_experts, gl.int32, EACH), gl.full([32 * WARPS], num_units, gl.int32, EACH),
-            gl.full([32 * WARPS], num_row_tiles, gl.int32, EACH), gl.full([32 * WARPS], width, gl.int32, EACH),
-            gl.full([32 * WARPS], slab_rows, gl.int32, EACH),
+            address(x_ptr, EACH), address(table_ptr, EACH), address(order_ptr, EACH), address(packed_ptr, EACH),
+            address(scales_ptr, EACH), address(out_ptr, EACH),
+            each(num_experts, EACH), each(num_units, EACH), each(num_row_tiles, EACH), each(width, EACH),
+            each(slab_rows, EACH),
             gl.full([32 * WARPS], beta, gl.float32, EACH), gl.full([32 * WARPS], linear_beta, gl.float32, EACH),
         ],
         dtype=gl.int32, is_pure=False, pack=1,

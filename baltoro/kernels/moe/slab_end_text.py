@@ -25,26 +25,25 @@ def number(x: float) -> str:
     return "0f" + struct.pack(">f", x).hex().upper()
 
 
-def ends(
-    rows: int, warps: int, kind: int, is_first: bool, is_ordered: bool, name: dict[str, str]
-) -> Iterator[str]:
+def ends(rows: int, warps: int, kind: int, is_first: bool, is_ordered: bool, name: dict[str, str]) -> Iterator[str]:
     """For a number of rows; the sums in ca and cb are complete."""
     yield ".reg .b32 r<4>, to, m, i;\n.reg .b64 goal;\n.reg .f32 v<4>, es, ep, eq, by, a, b, d, p1, q1;"
     if not is_first:
-        yield f"mad.lo.u32 to, tid, 4, bells;\nsetp.lt.u32 p, tid, {MOST - 32 * warps * (-(-MOST // (32 * warps)) - 1)};"
-        for n in range(-(-MOST // (32 * warps))):
-            last = n + 1 == -(-MOST // (32 * warps))
-            yield f"{'@p ' if last else ''}st.shared.b32 [to+{PLACES_AT + 128 * warps * n}], order{n};"
+        last = (MOST - 1) // (32 * warps)
+        yield f"mad.lo.u32 to, tid, 4, bells;\nsetp.lt.u32 p, tid, {MOST - 32 * warps * last};"
+        for n in range(last + 1):
+            yield f"{'@p ' if n == last else ''}st.shared.b32 [to+{PLACES_AT + 128 * warps * n}], order{n};"
     yield "bar.sync 0;"  # all have read their inputs
     if is_first:
-        yield from _constants(kind, name)
+        yield from constants(kind, name)
     if is_first and is_ordered:
         yield from _slabs(rows, warps, kind, name)
     else:
         yield from _rows(rows, warps, kind, is_first, name)
 
 
-def _constants(kind: int, name: dict[str, str]) -> Iterator[str]:
+def constants(kind: int, name: dict[str, str]) -> Iterator[str]:
+    """What `activated` takes, of the betas."""
     yield f"mov.f32 es, {number(-LOG2E * SCALE)};"
     if kind:
         yield f"mov.f32 a, {number(-2 * LOG2E * SCALE)};"
@@ -92,7 +91,8 @@ def _slabs(rows: int, warps: int, kind: int, name: dict[str, str]) -> Iterator[s
         yield f"st.shared.v2.b32 [to+{1024 * eight}], {{r0, r1}};"
     yield "fence.proxy.async.shared::cta;\nbar.sync 0;"
     yield f"shl.b32 bytes, size, 7;\nmul.lo.u32 t, block, {warps // 4};\nmul.wide.u32 goal, t, {name['slab_rows']};"
-    yield f"cvt.u64.u32 wide, first;\nadd.u64 goal, goal, wide;\nshl.b64 goal, goal, 7;\nadd.u64 goal, goal, {name['out']};"
+    yield "cvt.u64.u32 wide, first;\nadd.u64 goal, goal, wide;\nshl.b64 goal, goal, 7;"
+    yield f"add.u64 goal, goal, {name['out']};"
     yield "@lead cp.async.bulk.global.shared::cta.bulk_group [goal], [smem], bytes;\nadd.u64 goal, goal, slab_wide;"
     if warps == 8:
         yield f"add.u32 t, smem, {SLAB};\n@lead cp.async.bulk.global.shared::cta.bulk_group [goal], [t], bytes;"
@@ -103,7 +103,7 @@ def _rows(rows: int, warps: int, kind: int, is_first: bool, name: dict[str, str]
     """Matrices of eight by eight, turned while they are written; then whole rows."""
     columns = 8 if is_first else 16
     yield f"shr.u32 m, lane, {3 if is_first else 4};\nand.b32 m, m, 1;\nshr.u32 i, lane, 3;\nand.b32 i, i, 1;"
-    yield f"shr.u32 t, warp, 2;\nshl.b32 t, t, 3;\nmad.lo.u32 t, m, 4, t;\nand.b32 s, warp, 3;\nadd.u32 t, t, s;"
+    yield "shr.u32 t, warp, 2;\nshl.b32 t, t, 3;\nmad.lo.u32 t, m, 4, t;\nand.b32 s, warp, 3;\nadd.u32 t, t, s;"
     yield f"mad.lo.u32 to, t, {2 * columns}, smem;\nand.b32 t, lane, 7;\nmad.lo.u32 to, t, {PITCH}, to;"
     if not is_first:
         yield "mad.lo.u32 to, i, 16, to;"

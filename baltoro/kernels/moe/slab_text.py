@@ -162,7 +162,7 @@ def _fetch(to: str, stage: int | None = None) -> list[str]:
 
 
 def _asked(block: str) -> list[str]:
-    """Words and scale bytes of a block's two tiles; those of four warps lie between the first block's and the second's."""
+    """Words and scale bytes of a block's two tiles; those of other warps lie between the blocks'."""
     load, byte = "ld.global.nc.L1::no_allocate.v4.b32", "ld.global.nc.L1::no_allocate.u8"
     lines, tile = [], 0 if block == "a" else 8
     for kind, row, base in (("w", "row_words", "words"), ("g", "row_scales", "scale")):

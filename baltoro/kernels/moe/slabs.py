@@ -12,11 +12,12 @@ from torch import Tensor
 
 from baltoro.kernels.moe import slab_text
 from baltoro.kernels.moe.products import Tiled, TiledExperts
+from baltoro.kernels.moe.slab_end_text import MOST
 from baltoro.kernels.moe.tile_layout import UNIT, padded
 from baltoro.kernels.moe.tile_order import arranged, combine, grouped
 
 if TYPE_CHECKING:
-    from baltoro.kernels.moe.tile_experts import Tile
+    from baltoro.kernels.moe.tile_experts import Plan, Tile
 
 # Whole rows of parts are stored 16 bytes at a time, experts' rows begin where the swizzle does.
 ALIGN = 8
@@ -32,17 +33,17 @@ def run(
     weights: Tensor,
     experts: TiledExperts,
     activation: tuple[int, float, float],
-    tile: Tile,
+    plan: Plan,
     *,
     fake_activations: bool,
 ) -> Tensor:
     """As `tile_experts.run`, grouped: count, group, arrange, first product, [round,] second product, combine."""
-    order, table = grouped(ids, len(experts.first_packed), slab_text.MOST, ALIGN)
+    order, table = grouped(ids, len(experts.first_packed), MOST, ALIGN)
     x = arranged(z, order, 2, experts.width, num_active=ids.shape[1], is_rounded=fake_activations, is_slab=True)
-    hidden = first(x, table, order, experts, activation, tile, is_ordered=not fake_activations)
+    hidden = first(x, table, order, experts, activation, plan.first, is_ordered=not fake_activations)
     if fake_activations:
         hidden = arranged(hidden, None, 2, hidden.shape[1], num_active=1, is_rounded=True, is_slab=True)
-    return combine(second(hidden, table, order, experts, ids.numel(), tile), weights, z)
+    return combine(second(hidden, table, order, experts, ids.numel(), plan.second), weights, z)
 
 
 def first(
@@ -89,8 +90,8 @@ def _launch(
     gluon_slabs.slab_kernel[(rows // (32 * tile.warps), table.shape[1])](
         x, table, order, one.packed.view(torch.int32), one.scale, out,
         len(one.packed), len(x) * 64 // UNIT, rows // 8, width, x.shape[1], *activation[1:],
-        TEXT=program(stages, activation[0], is_first, is_ordered), OPERANDS=slab_text.constraints(),
-        PIECES=slab_text.shared_bytes(stages) // 4096, num_warps=8,
+        TEXT=program(tile.stages, tile.warps, activation[0], is_first, is_ordered), OPERANDS=slab_text.constraints(),
+        PIECES=slab_text.shared_bytes(tile.stages) // 4096, WARPS=tile.warps, num_warps=tile.warps,
     )  # fmt: skip
 
 

@@ -41,8 +41,8 @@ class Tile:
                 product's for both
     few         grouped, in tiles of 8: the form in Gluon without shared memory (gluon_few.py), 64 rows of weights a
                 warp, no stages; the first product's for both
-    slabs       grouped, by wgmma: the form written out (slab_text.py), with as many rows as each tile has; only warps (8,
-                or 4) and stages are as here; the first product's for both, where `slabs.fits`
+    slabs       grouped, by wgmma: the form written out (slab_text.py), with as many rows as each tile has; only
+                warps (8, or 4) and stages are as here; the first product's says it of both
     in_place    wgmma's inputs are loaded where they lie, four bytes at a time, not put in order by another launch
     """
 
@@ -142,7 +142,7 @@ def run(
         return torch.zeros_like(z)
     z, ids, count = z.contiguous(), ids.contiguous(), len(experts.first_packed)
     if plan.first.slabs and not is_pairs and _is_for_gluon(z) and slabs.fits(experts):
-        return slabs.run(z, ids, weights, experts, activation, plan.first, fake_activations=fake_activations)
+        return slabs.run(z, ids, weights, experts, activation, plan, fake_activations=fake_activations)
     order, table = (ids, ids) if is_pairs else grouped(ids, count, plan.rows)
     arrange = partial(arranged, num_active=ids.shape[1])
     is_arranged, x = plan.first.is_arranged and not is_pairs, z

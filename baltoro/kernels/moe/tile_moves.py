@@ -35,7 +35,7 @@ def arrange(
     """
     row = tl.program_id(0).to(tl.int64)
     source = tl.load(order + row) // num_active if IS_SORTED else row
-    if IS_SLAB and IS_SORTED:
+    if IS_SLAB and IS_SORTED:  # noqa: SIM102 - known when this is compiled
         if source < 0:
             return
     # loaded and stored in runs of 16 bytes; the change of order is the program's own
@@ -89,8 +89,8 @@ def group(
     if ALIGN > 1:
         each = (mine + tl.maximum(tiles, 1) - 1) // tl.maximum(tiles, 1)
         each = (each + ALIGN - 1) // ALIGN * ALIGN
-        place = mine + tl.arange(0, ALIGN)
-        tl.store(order + first + place, tl.full([ALIGN], -1, tl.int64), mask=place < (mine + ALIGN - 1) // ALIGN * ALIGN)
+        place, last = mine + tl.arange(0, ALIGN), (mine + ALIGN - 1) // ALIGN * ALIGN
+        tl.store(order + first + place, tl.full([ALIGN], -1, tl.int64), mask=place < last)
     for tile in range(tiles):
         tl.store(table + first_tile + tile, expert)
         tl.store(table + num_tiles + first_tile + tile, first + tile * each)

@@ -130,11 +130,22 @@ def test_inputs_are_put_in_order_and_rounded_as_mxfp8(dtype: torch.dtype, wide: 
     assert torch.equal(arranged(x, is_rounded=True), expected)
 
 
-@pytest.mark.parametrize(("tokens", "active", "num", "rows"), [(7, 2, 5, 2), (300, 2, 3, 160), (1, 1, 9, 8)])
-def test_pairs_are_grouped_as_in_torch(tokens: int, active: int, num: int, rows: int) -> None:
+def test_slabs_are_the_same_rows_with_their_runs_swapped() -> None:
+    x, order = torch.randn(5, 160), torch.tensor([9, 0, -1, 4, 1, 2, 3, 5, 7])
+    options = {"wide": 2, "width": 160, "num_active": 2, "is_rounded": False}
+    plain = tile_order.arranged(x, order.clamp(min=0), **options).unflatten(1, (4, 8, 8))
+    slabs = tile_order.arranged(x, order, is_slab=True, **options).unflatten(2, (8, 8))
+    assert slabs.shape == (4, 9, 8, 8)
+    for row in (0, 1, 3, 4, 5, 6, 7, 8):
+        assert torch.equal(slabs[:, row, torch.arange(8) ^ (row % 8)], plain[row])
+
+
+@pytest.mark.parametrize("align", [1, 8])
+@pytest.mark.parametrize(("tokens", "active", "num", "rows"), [(7, 2, 5, 8), (300, 2, 3, 160), (1, 1, 9, 8)])
+def test_pairs_are_grouped_as_in_torch(tokens: int, active: int, num: int, rows: int, align: int) -> None:
     ids = torch.rand(tokens, num).topk(active).indices
-    order, table = tile_order.grouped(ids, num, rows)
-    expected_order, expected = tile_table(ids, num, rows)
+    order, table = tile_order.grouped(ids, num, rows, align)
+    expected_order, expected = tile_table(ids, num, rows, align)
     assert torch.equal(order, expected_order) and torch.equal(table[0], expected[0])
     assert torch.equal(table[:, table[0] < num], expected[:, expected[0] < num])
 

@@ -1,0 +1,105 @@
+"""The grouped product written out in PTX, on a CPU: whole products against the plain form, for all kinds of tiles."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from baltoro.kernels.moe import slab_text
+from baltoro.kernels.moe.experts import gathered
+from baltoro.kernels.moe.permute import permute_experts
+from baltoro.kernels.moe.products import ExpertWeights, Packed, Tiled
+from baltoro.kernels.moe.reference import silu_glu, situ_glu
+from baltoro.kernels.moe.tiles import tile_table
+from tests.kernels import ptx_by_numpy
+
+NAN = -1  # of bf16, as int16
+SITU = partial(situ_glu, beta=4.0, linear_beta=25.0)
+
+
+def experts(num: int, width: int, hidden: int) -> ExpertWeights:
+    def matrix(rows: int, columns: int) -> Packed:
+        packed = torch.randint(0, 256, (num, rows, columns // 2), dtype=torch.uint8)
+        return Packed(packed, torch.randint(118, 126, (num, rows, columns // 32), dtype=torch.uint8))
+
+    return ExpertWeights(w1=matrix(hidden, width), w3=matrix(hidden, width), w2=matrix(width, hidden))
+
+
+def slabs_of(x: Tensor) -> Tensor:
+    """As `tile_order.arranged`."""
+    column = torch.arange(x.shape[1])
+    place = column % 32 // 16 * 64 + column % 16 // 2 * 8 + column % 128 // 32 * 2 + column % 2
+    out = torch.zeros(len(x), -(-x.shape[1] // 128) * 128).to(x.dtype)
+    out[:, column // 128 * 128 + place] = x
+    runs = out.unflatten(1, (-1, 8, 8))
+    swapped = [row[:, torch.arange(8) ^ (i % 8)] for i, row in enumerate(runs)]
+    return torch.stack(swapped, 1).flatten(2).contiguous()
+
+
+def launch(
+    x: Tensor, table: Tensor, order: Tensor, one: Tiled, out: Tensor, cut: tuple[int, int], kind: int, *,
+    is_first: bool, is_ordered: bool, betas: tuple[float, float] = (4.0, 25.0),
+) -> None:  # fmt: skip
+    """All programs, one after the other, with NaN in shared memory."""
+    (warps, stages), rows = cut, one.packed.shape[1] * 8
+    text = slab_text.text(stages, warps, kind, is_first, is_ordered)
+    tensors = [t.contiguous().view(torch.uint8).numpy() for t in (x, table, order, one.packed, one.scale, out)]
+    memory = ptx_by_numpy.Memory(tensors, slab_text.shared_bytes(stages))
+    num, grid = len(one.packed), (rows // (32 * warps), table.shape[1])
+    width = out.shape[0] * 64 if is_ordered else out.shape[1]
+    inputs = [*((i + 1) << 32 for i in range(6)), num, len(x) // 2, rows // 8, width, x.shape[1], *betas]
+    for block in range(grid[0]):
+        for tile in range(grid[1]):
+            memory.parts[0][:] = 0xFF
+            ptx_by_numpy.run(text, memory, inputs, (block, tile), grid, 32 * warps)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "width", "cut", "kind"),
+    [(11, 288, (8, 2), 1), (40, 608, (4, 2), 0), (130, 288, (8, 5), 2), (260, 96, (8, 3), 1), (30, 1312, (4, 3), 1)],
+)
+def test_grouped_product(tokens: int, width: int, cut: tuple[int, int], kind: int) -> None:
+    torch.manual_seed(0)
+    inner, num, active = 160, 3, 2
+    z, bytes_ = torch.randn(tokens, width).bfloat16(), experts(num, width, inner)
+    ids, weights = torch.rand(tokens, num).topk(active).indices, torch.rand(tokens, active)
+    order, table = tile_table(ids, num, slab_text.MOST, 8)
+    tiles, live, places = permute_experts(bytes_), order >= 0, len(order)
+    x = torch.full((places, width), NAN, dtype=torch.int16).view(torch.bfloat16)
+    x[live] = z[order[live] // active]
+
+    def nan(*shape: int) -> Tensor:
+        return torch.full(shape, NAN, dtype=torch.int16).view(torch.bfloat16)
+
+    hidden, plain, parts = nan(4, places, 64), nan(places, 256), nan(ids.numel(), width)
+    product = partial(launch, slabs_of(x), table, order, tiles.first)
+    product(hidden, cut, kind, is_first=True, is_ordered=True)
+    product(plain, cut, kind, is_first=True, is_ordered=False)
+    assert torch.equal(slabs_of(plain)[:, live], hidden[:, live])
+    assert plain[~live].isnan().all() and hidden[:, ~live].isnan().all()
+    launch(hidden, table, order, tiles.second, parts, cut, 0, is_first=False, is_ordered=False)
+    got = (parts.view(tokens, active, width).float() * weights[:, :, None]).sum(1)
+    activation = (silu_glu, SITU, partial(situ_glu, beta=4.0, linear_beta=None))[kind]
+    expected = gathered(z.double(), ids, weights.double(), bytes_, activation=activation)
+    assert float((got.double() - expected).norm() / expected.norm()) < 3e-3
+
+
+@pytest.mark.parametrize("kind", [0, 1, 2])
+def test_activation_at_its_ends(kind: int) -> None:
+    from baltoro.kernels.moe.slab_end_text import SCALE, activated, constants
+
+    gate = np.array([0.0, 1e-6, 0.3, -0.3, 5.0, -5.0, 90.0, -90.0, 1e4, -1e4, np.nan, 1.0], np.float32).repeat(3)[:32]
+    up = np.array([0.0, 0.7, -2.0, 400.0, -1e5, np.nan, 3.0], np.float32).repeat(5)[:32]
+    names = {"beta": "$1", "linear_beta": "$2"}
+    text = "\n".join([".reg .f32 es, ep, eq, by, a, b, d, p1, q1, g, u, o;", *constants(kind, names)])
+    text += "\n" + "\n".join(activated(kind, "g", "u", "o"))
+    given = {"g": gate / np.float32(SCALE), "u": up / np.float32(SCALE)}
+    one = ptx_by_numpy.run(text, ptx_by_numpy.Memory([], 16), [4.0, 25.0], (0, 0), (1, 1), 32, given)
+    form = (silu_glu, SITU, partial(situ_glu, beta=4.0, linear_beta=None))[kind]
+    expected = form(torch.from_numpy(gate).double(), torch.from_numpy(up).double())
+    got = torch.from_numpy(one.registers["o"]).double()
+    torch.testing.assert_close(got, expected, rtol=2e-5, atol=1e-6, equal_nan=True)
