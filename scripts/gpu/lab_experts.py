@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor, wait
 from functools import partial
 from itertools import product as product_of
@@ -23,12 +23,11 @@ from torch import Tensor
 
 from baltoro.bench.kernels.moe import INNER, LATENT, PACKED_BYTES, RESIDENT, SITU, resident_experts
 from baltoro.bench.kernels.timing import Ceilings, ceilings, graph_us
-from baltoro.kernels.moe import gluon_launch, slabs, tile_experts, tile_order
+from baltoro.kernels.moe import slabs, tile_experts, tile_order
 from baltoro.kernels.moe.experts import grouped
 from baltoro.kernels.moe.permute import permute_experts
 from baltoro.kernels.moe.products import TiledExperts
 from baltoro.kernels.moe.tile_experts import Plan
-from baltoro.kernels.moe.tile_layout import padded
 from baltoro.kernels.moe.tiles import tile_table
 from baltoro.kernels.quant import mxfp8
 from scripts.gpu.lab_experts_cases import (
@@ -42,6 +41,7 @@ from scripts.gpu.lab_experts_cases import (
     as_float32,
     case,
     configured,
+    products,
     short,
     unwritten,
 )
@@ -80,53 +80,6 @@ def compile_one(name: str, plan: Plan | None) -> str:
     except Exception as error:  # noqa: BLE001 - a report of any failure is the purpose
         return f"{type(error).__name__}: {str(error)[:200]}"
     return ""
-
-
-def products(experts: TiledExperts, c: Case, plan: Plan) -> tuple[Callable[[], object], ...]:
-    """Launches of the first and the second product alone."""
-    if plan.first.slabs:
-        return slab_products(experts, c, plan)
-    order, table, grid = c.ids, c.ids, c.ids.numel()
-    if not c.is_pairs:
-        order, table = tile_order.grouped(c.ids, RESIDENT, plan.rows)
-        grid = table.shape[1]
-    inputs = tile_experts.Inputs(plan.first.is_arranged and not c.is_pairs, is_rounded=False)
-    x = c.z
-    if inputs.is_arranged:
-        x = torch.randn(c.ids.numel(), padded(LATENT), device=c.z.device, dtype=c.z.dtype)
-    hidden = torch.randn(c.ids.numel(), padded(INNER), device=c.z.device, dtype=c.z.dtype)
-    counters = torch.zeros(len(c.ids), 1024, dtype=torch.int32, device=c.z.device)
-
-    few = partial(gluon_launch.few, table=table, order=order, experts=experts, tile=plan.first, is_rounded=False)
-
-    def first() -> object:
-        if plan.first.few:
-            return few(x, activation=ACTIVATION, num_active=c.ids.shape[1])
-        if plan.first.piped:
-            return gluon_launch.first(x, table, order, experts, ACTIVATION, plan.first, is_ordered=True)
-        return tile_experts.first(x, table, c.ids, order, experts, ACTIVATION, plan, grid, inputs, is_pairs=c.is_pairs)
-
-    def second() -> object:
-        if c.is_pairs:  # its counters go on: nothing is added up
-            return tile_experts.second_of_pairs(hidden, c.ids, c.shares, counters, experts, plan.second, c.z.dtype)
-        if plan.second.few:
-            return few(hidden, activation=None, num_active=1)
-        if plan.second.piped:
-            return gluon_launch.second(hidden, table, order, experts, plan.second)
-        return tile_experts.second_of_groups(hidden, table, order, experts, plan.second)
-
-    return first, second
-
-
-def slab_products(experts: TiledExperts, c: Case, plan: Plan) -> tuple[Callable[[], object], ...]:
-    """The same of the form with slabs."""
-    order, table = tile_order.grouped(c.ids, RESIDENT, slabs.MOST, slabs.ALIGN)
-    x = torch.randn(padded(LATENT) // 64, len(order), 64, device=c.z.device, dtype=c.z.dtype)
-    hidden = torch.randn(padded(INNER) // 64, len(order), 64, device=c.z.device, dtype=c.z.dtype)
-    return (
-        partial(slabs.first, x, table, order, experts, ACTIVATION, plan.first, is_ordered=True),
-        partial(slabs.second, hidden, table, order, experts, c.ids.numel(), plan.second),
-    )
 
 
 def gap(got: Tensor, exact: Tensor) -> float:
