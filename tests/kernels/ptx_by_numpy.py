@@ -1,7 +1,9 @@
 """Runs the PTX of `slab_text` on a CPU, a program's threads in step: what its instructions mean, registers by thread.
 
-Copies and wgmma are done at once; barriers count, and one that would wait for ever raises. What it cannot find: a wait
-or a fence that is missing, and what registers a matrix instruction in flight still reads.
+Copies and wgmma are done at once; barriers count, and one that would wait for ever raises. Every byte that is read,
+written, copied or prefetched lies in its tensor, only the last of which is written, or in the part of shared memory
+that is for such instructions. What it cannot find: a wait or a fence that is missing, and what registers a matrix
+instruction in flight still reads.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from typing import Any
 import numpy as np
 
 KINDS = {"pred": np.bool_, "b32": np.uint32, "b64": np.uint64, "f32": np.float32}
+START = 16  # as little aligned as can be
 TOKEN = re.compile(r"\{[^}]*\}|\[[^\]]*\]|[^\s,]+")
 
 
@@ -28,14 +31,22 @@ def to_bf16(x: Any) -> Any:
 
 
 class Memory:
-    """Tensors as bytes, each from a multiple of 2^32 on; shared memory below the first."""
+    """Tensors as bytes, each from a multiple of 2^32 on; shared memory, which begins at `START`, below the first.
 
-    def __init__(self, tensors: list[Any], shared: int) -> None:
-        self.parts = [np.full(shared, 0xFF, np.uint8)] + [t.reshape(-1).view(np.uint8) for t in tensors]
+    pieces of shared memory: which accesses it is for ("copy", "product", "matrix", "run", "word", "bell"), its end.
+    """
 
-    def at(self, address: int, size: int) -> Any:
+    def __init__(self, tensors: list[Any], pieces: list[tuple[set[str], int]]) -> None:
+        self.parts = [np.full(pieces[-1][1], 0xFF, np.uint8)] + [t.reshape(-1).view(np.uint8) for t in tensors]
+        self.pieces = pieces
+
+    def at(self, address: int, size: int, access: str, *, is_written: bool = False) -> Any:
         part, start = int(address) >> 32, int(address) & 0xFFFFFFFF
         assert start + size <= len(self.parts[part]) and start % min(size, 16) == 0, (part, start, size)
+        if part == 0:
+            uses, end = next(piece for piece in self.pieces if start < piece[1])
+            assert access in uses and start + size <= end, (access, start, size)
+        assert part in (0, len(self.parts) - 1) or not is_written, (access, part)
         return self.parts[part][start : start + size]
 
 
@@ -50,7 +61,7 @@ class Program:
         same = lambda x: np.full(threads, x, np.uint32)  # noqa: E731
         self.special = {
             "%tid.x": tid, "%ctaid.x": same(ids[0]), "%ctaid.y": same(ids[1]), "%nctaid.y": same(grid[1]),
-            "global_smem": same(0),
+            "global_smem": same(START),
         }  # fmt: skip
         self.active = np.ones(threads, np.bool_)
 
@@ -140,8 +151,11 @@ def run(
 def step(one: Program, kind: str, words: list[str], where: Any) -> None:
     """An instruction that goes on to the next."""
     first, *rest = kind.split(".")
-    if first in ("fence", "prefetch", "bar"):
+    if first in ("fence", "bar"):
         assert first != "bar" or where.all()
+    elif first == "prefetch":
+        for address in one.place(words[0])[where]:
+            one.memory.at(address, 1, "prefetch")
     elif first == "wgmma":
         if rest[0] == "mma_async":
             multiply(one, kind, words)
@@ -205,6 +219,7 @@ def barrier(one: Program, rest: list[str], words: list[str], where: Any) -> None
         return
     for thread in np.flatnonzero(where):
         bell = int(one.place(words[0 if rest[0] == "init" else 1])[thread])
+        one.memory.at(bell, 8, "bell")
         if rest[0] == "init":
             one.bells[bell] = [int(words[1]), 0, 0, 0]
             continue
@@ -227,7 +242,7 @@ def copy(one: Program, rest: list[str], words: list[str], where: Any) -> None:
         to, source = (int(one.place(w)[thread]) for w in words[:2])
         size = int(one.value(words[2], "u32")[thread])
         assert size % 16 == 0 and to % 16 == 0 and source % 16 == 0 and size > 0
-        one.memory.at(to, size)[:] = one.memory.at(source, size)
+        one.memory.at(to, size, "copy", is_written=True)[:] = one.memory.at(source, size, "copy")
         if len(words) > 3:
             bell = one.bells[int(one.place(words[3])[thread])]
             bell[2] -= size
@@ -247,13 +262,14 @@ def move(one: Program, name: str, rest: list[str], words: list[str], where: Any)
             halves = one.value(register, "u32").view(np.uint16).reshape(-1, 8, 8).transpose(0, 2, 1)
             for warp, matrix in enumerate(halves):
                 for row in range(8):
-                    to = one.memory.at(places[32 * warp + 8 * n + row], 16)
+                    to = one.memory.at(places[32 * warp + 8 * n + row], 16, "matrix", is_written=True)
                     to[:] = np.ascontiguousarray(matrix[row]).view(np.uint8)
         return
     size = {"u8": 1}.get(rest[-1], 4)
     values = [one.value(n, "u32").copy() if n in one.registers else np.zeros(one.threads, np.uint32) for n in names]
+    access, is_written = "run" if len(names) > 1 else "word", name == "st"
     for thread in np.flatnonzero(where):
-        held = one.memory.at(places[thread], size * len(names)).reshape(len(names), size)
+        held = one.memory.at(places[thread], size * len(names), access, is_written=is_written).reshape(-1, size)
         for n, value in enumerate(values):
             if name == "st":
                 held[n] = np.frombuffer(value[thread].tobytes(), np.uint8)[:size]
@@ -273,6 +289,8 @@ def multiply(one: Program, kind: str, words: list[str]) -> None:
     row, column = np.arange(n)[:, None], np.arange(16)[None, :]
     at = ((desc & 0x3FFF) << 4) + row // 8 * ((desc >> 32 & 0x3FFF) << 4) + row % 8 * 128 + column * 2
     at ^= (at >> 7 & 7) << 4
+    for address in (at.min(), at.max() - 14):
+        one.memory.at(address, 16, "product")
     b = bf16(one.memory.parts[0].view(np.uint16)[at // 2])
     # [group, warp, row of eight, four lanes]
     a = np.zeros((one.threads // 128, 4, 16, 16), np.float32)

@@ -9,11 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from baltoro.errors import InvariantError
 from baltoro.kernels.moe import slab_text
 from baltoro.kernels.moe.experts import gathered
 from baltoro.kernels.moe.permute import permute_experts
 from baltoro.kernels.moe.products import ExpertWeights, Packed, Tiled
 from baltoro.kernels.moe.reference import silu_glu, situ_glu
+from baltoro.kernels.moe.slab_end_text import MOST, PLACES_AT, THREADS
 from baltoro.kernels.moe.tiles import tile_table
 from tests.kernels import ptx_by_numpy
 
@@ -40,31 +42,42 @@ def slabs_of(x: Tensor) -> Tensor:
     return torch.stack(swapped, 1).flatten(2).contiguous()
 
 
+def pieces(stages: int) -> list[tuple[set[str], int]]:
+    """Of shared memory, whose last bytes are lost to alignment: nothing, stages, barriers, places of the rows."""
+    bells, end = 1024 + stages * slab_text.STAGE, ptx_by_numpy.START + slab_text.shared_bytes(stages)
+    places, after = bells + PLACES_AT, bells + PLACES_AT + 4 * MOST
+    stage = {"copy", "product", "matrix", "run"}
+    return [(set(), 1024), (stage, bells), ({"bell"}, places), ({"word"}, after), (set(), end)]
+
+
 def launch(
-    x: Tensor, table: Tensor, order: Tensor, one: Tiled, out: Tensor, cut: tuple[int, int], kind: int, *,
+    x: Tensor, table: Tensor, order: Tensor, one: Tiled, out: Tensor, stages: int, kind: int, *,
     is_first: bool, is_ordered: bool, betas: tuple[float, float] = (4.0, 25.0),
 ) -> None:  # fmt: skip
     """All programs, one after the other, with NaN in shared memory."""
-    (warps, stages), rows = cut, one.packed.shape[1] * 8
-    text = slab_text.text(stages, warps, kind, is_first, is_ordered)
+    rows = one.packed.shape[1] * 8
+    text = slab_text.text(stages, kind, is_first, is_ordered)
     tensors = [t.contiguous().view(torch.uint8).numpy() for t in (x, table, order, one.packed, one.scale, out)]
-    memory = ptx_by_numpy.Memory(tensors, slab_text.shared_bytes(stages))
-    num, grid = len(one.packed), (rows // (32 * warps), table.shape[1])
+    memory = ptx_by_numpy.Memory(tensors, pieces(stages))
+    num, grid = len(one.packed), (rows // THREADS, table.shape[1])
     width = out.shape[0] * 64 if is_ordered else out.shape[1]
     inputs = [*((i + 1) << 32 for i in range(6)), num, len(x) // 2, rows // 8, width, x.shape[1], *betas]
     for block in range(grid[0]):
         for tile in range(grid[1]):
             memory.parts[0][:] = 0xFF
-            ptx_by_numpy.run(text, memory, inputs, (block, tile), grid, 32 * warps)
+            ptx_by_numpy.run(text, memory, inputs, (block, tile), grid, THREADS)
 
 
 @pytest.mark.parametrize(
-    ("tokens", "width", "cut", "kind"),
-    [(11, 288, (8, 2), 1), (40, 608, (4, 2), 0), (130, 288, (8, 5), 2), (260, 96, (8, 3), 1), (30, 1312, (4, 3), 1)],
+    ("tokens", "width", "stages", "kind", "num", "active"),
+    [
+        *((11, 288, 3, 1, 3, 2), (40, 608, 3, 0, 3, 2), (130, 288, 5, 2, 3, 2), (260, 96, 3, 1, 3, 2)),
+        *((30, 1312, 4, 1, 3, 2), (MOST, 96, 3, 1, 1, 1)),
+    ],
 )
-def test_grouped_product(tokens: int, width: int, cut: tuple[int, int], kind: int) -> None:
+def test_grouped_product(tokens: int, width: int, stages: int, kind: int, num: int, active: int) -> None:
     torch.manual_seed(0)
-    inner, num, active = 160, 3, 2
+    inner = 160
     z, bytes_ = torch.randn(tokens, width).bfloat16(), experts(num, width, inner)
     ids, weights = torch.rand(tokens, num).topk(active).indices, torch.rand(tokens, active)
     order, table = tile_table(ids, num, slab_text.MOST, 8)
@@ -77,11 +90,11 @@ def test_grouped_product(tokens: int, width: int, cut: tuple[int, int], kind: in
 
     hidden, plain, parts = nan(4, places, 64), nan(places, 256), nan(ids.numel(), width)
     product = partial(launch, slabs_of(x), table, order, tiles.first)
-    product(hidden, cut, kind, is_first=True, is_ordered=True)
-    product(plain, cut, kind, is_first=True, is_ordered=False)
+    product(hidden, stages, kind, is_first=True, is_ordered=True)
+    product(plain, stages, kind, is_first=True, is_ordered=False)
     assert torch.equal(slabs_of(plain)[:, live], hidden[:, live])
     assert plain[~live].isnan().all() and hidden[:, ~live].isnan().all()
-    launch(hidden, table, order, tiles.second, parts, cut, 0, is_first=False, is_ordered=False)
+    launch(hidden, table, order, tiles.second, parts, stages, 0, is_first=False, is_ordered=False)
     got = (parts.view(tokens, active, width).float() * weights[:, :, None]).sum(1)
     activation = (silu_glu, SITU, partial(situ_glu, beta=4.0, linear_beta=None))[kind]
     expected = gathered(z.double(), ids, weights.double(), bytes_, activation=activation)
@@ -98,8 +111,13 @@ def test_activation_at_its_ends(kind: int) -> None:
     text = "\n".join([".reg .f32 es, ep, eq, by, a, b, d, p1, q1, g, u, o;", *constants(kind, names)])
     text += "\n" + "\n".join(activated(kind, "g", "u", "o"))
     given = {"g": gate / np.float32(SCALE), "u": up / np.float32(SCALE)}
-    one = ptx_by_numpy.run(text, ptx_by_numpy.Memory([], 16), [4.0, 25.0], (0, 0), (1, 1), 32, given)
+    one = ptx_by_numpy.run(text, ptx_by_numpy.Memory([], [(set(), 16)]), [4.0, 25.0], (0, 0), (1, 1), 32, given)
     form = (silu_glu, SITU, partial(situ_glu, beta=4.0, linear_beta=None))[kind]
     expected = form(torch.from_numpy(gate).double(), torch.from_numpy(up).double())
     got = torch.from_numpy(one.registers["o"]).double()
     torch.testing.assert_close(got, expected, rtol=2e-5, atol=1e-6, equal_nan=True)
+
+
+def test_whole_rows_need_the_memory_of_three_stages() -> None:
+    with pytest.raises(InvariantError, match="2 stages"):
+        slab_text.text(2, 0, is_first=False, is_ordered=False)

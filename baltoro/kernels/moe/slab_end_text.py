@@ -12,6 +12,7 @@ import struct
 from collections.abc import Iterator
 
 MOST = 160  # rows of inputs a tile
+THREADS = 256
 SLAB = MOST * 128  # bytes of a slab in shared memory, whatever the number of rows
 PLACES_AT = 128  # beyond the stages, behind the barriers
 PITCH = 528  # bytes of a plain row: 256 columns, and 16 so that eight rows lie in different banks
@@ -25,21 +26,19 @@ def number(x: float) -> str:
     return "0f" + struct.pack(">f", x).hex().upper()
 
 
-def ends(rows: int, warps: int, kind: int, is_first: bool, is_ordered: bool, name: dict[str, str]) -> Iterator[str]:
+def ends(rows: int, kind: int, is_first: bool, is_ordered: bool, name: dict[str, str]) -> Iterator[str]:
     """For a number of rows; the sums in ca and cb are complete."""
     yield ".reg .b32 r<4>, to, m, i;\n.reg .b64 goal;\n.reg .f32 v<4>, es, ep, eq, by, a, b, d, p1, q1;"
     if not is_first:
-        last = (MOST - 1) // (32 * warps)
-        yield f"mad.lo.u32 to, tid, 4, bells;\nsetp.lt.u32 p, tid, {MOST - 32 * warps * last};"
-        for n in range(last + 1):
-            yield f"{'@p ' if n == last else ''}st.shared.b32 [to+{PLACES_AT + 128 * warps * n}], order{n};"
+        yield f"mad.lo.u32 to, tid, 4, bells;\nsetp.lt.u32 p, tid, {MOST};"
+        yield f"@p st.shared.b32 [to+{PLACES_AT}], order;"
     yield "bar.sync 0;"  # all have read their inputs
     if is_first:
         yield from constants(kind, name)
     if is_first and is_ordered:
-        yield from _slabs(rows, warps, kind, name)
+        yield from _slabs(rows, kind, name)
     else:
-        yield from _rows(rows, warps, kind, is_first, name)
+        yield from _rows(rows, kind, is_first, name)
 
 
 def constants(kind: int, name: dict[str, str]) -> Iterator[str]:
@@ -77,29 +76,27 @@ def _hidden(kind: int, eight: int, block: str, out: str) -> Iterator[str]:
     yield f"cvt.rn.bf16x2.f32 {out}, v1, v0;"
 
 
-def _slabs(rows: int, warps: int, kind: int, name: dict[str, str]) -> Iterator[str]:
+def _slabs(rows: int, kind: int, name: dict[str, str]) -> Iterator[str]:
     """Eight columns of hidden a warp and block, turned so that a lane has two of them of one row of inputs."""
     yield "shr.u32 t, lane, 2;\nand.b32 s, lane, 3;\nand.b32 m, warp, 1;\nmad.lo.u32 s, m, 4, s;\nxor.b32 s, s, t;"
     yield "mad.lo.u32 to, t, 128, smem;\nmad.lo.u32 to, s, 16, to;"
-    yield f"shr.u32 t, warp, {warps // 4};\nmad.lo.u32 to, t, 8, to;"
-    if warps == 8:
-        yield f"shr.u32 t, warp, 1;\nand.b32 t, t, 1;\nmad.lo.u32 to, t, {SLAB}, to;"
+    yield "shr.u32 t, warp, 2;\nmad.lo.u32 to, t, 8, to;"
+    yield f"shr.u32 t, warp, 1;\nand.b32 t, t, 1;\nmad.lo.u32 to, t, {SLAB}, to;"
     for eight in range(rows // 8):
         for n, block in enumerate("ab"):
             yield from _hidden(kind, eight, block, f"r{n}")
             yield f"movmatrix.sync.aligned.m8n8.trans.b16 r{n}, r{n};"
         yield f"st.shared.v2.b32 [to+{1024 * eight}], {{r0, r1}};"
     yield "fence.proxy.async.shared::cta;\nbar.sync 0;"
-    yield f"shl.b32 bytes, size, 7;\nmul.lo.u32 t, block, {warps // 4};\nmul.wide.u32 goal, t, {name['slab_rows']};"
+    yield f"shl.b32 bytes, size, 7;\nmul.lo.u32 t, block, 2;\nmul.wide.u32 goal, t, {name['slab_rows']};"
     yield "cvt.u64.u32 wide, first;\nadd.u64 goal, goal, wide;\nshl.b64 goal, goal, 7;"
     yield f"add.u64 goal, goal, {name['out']};"
     yield "@lead cp.async.bulk.global.shared::cta.bulk_group [goal], [smem], bytes;\nadd.u64 goal, goal, slab_wide;"
-    if warps == 8:
-        yield f"add.u32 t, smem, {SLAB};\n@lead cp.async.bulk.global.shared::cta.bulk_group [goal], [t], bytes;"
+    yield f"add.u32 t, smem, {SLAB};\n@lead cp.async.bulk.global.shared::cta.bulk_group [goal], [t], bytes;"
     yield "@lead cp.async.bulk.commit_group;\n@lead cp.async.bulk.wait_group.read 0;"
 
 
-def _rows(rows: int, warps: int, kind: int, is_first: bool, name: dict[str, str]) -> Iterator[str]:
+def _rows(rows: int, kind: int, is_first: bool, name: dict[str, str]) -> Iterator[str]:
     """Matrices of eight by eight, turned while they are written; then whole rows."""
     columns = 8 if is_first else 16
     yield f"shr.u32 m, lane, {3 if is_first else 4};\nand.b32 m, m, 1;\nshr.u32 i, lane, 3;\nand.b32 i, i, 1;"
@@ -120,15 +117,14 @@ def _rows(rows: int, warps: int, kind: int, is_first: bool, name: dict[str, str]
             kept = "x4.trans.shared.b16", "r0, r1, r2, r3"
         yield f"stmatrix.sync.aligned.m8n8.{kept[0]} [to+{8 * PITCH * eight}], {{{kept[1]}}};"
     yield "bar.sync 0;"
-    yield from _to_memory(rows, warps, 4 * columns * warps // 2, is_first, name)
+    yield from _to_memory(rows, 16 * columns, is_first, name)
 
 
-def _to_memory(rows: int, warps: int, columns: int, is_first: bool, name: dict[str, str]) -> Iterator[str]:
-    """Eight rows at a time, a warp or half a warp each; beyond the width nothing is written."""
-    lanes = 4 * warps
+def _to_memory(rows: int, columns: int, is_first: bool, name: dict[str, str]) -> Iterator[str]:
+    """Eight rows at a time, a warp each; beyond the width nothing is written."""
     yield f"mul.lo.u32 s, block, {columns};\nsub.s32 t, {name['width']}, s;\nmin.s32 t, t, {columns};"
-    yield f"and.b32 i, lane, {lanes - 1};\nshl.b32 m, i, 3;\nsetp.lt.s32 q, m, t;\nadd.u32 s, s, m;"
-    yield f"mul.wide.u32 wide, s, 2;\nshr.u32 s, tid, {5 if warps == 8 else 4};"  # s: the first of its rows
+    yield "mov.u32 i, lane;\nshl.b32 m, i, 3;\nsetp.lt.s32 q, m, t;\nadd.u32 s, s, m;"
+    yield "mul.wide.u32 wide, s, 2;\nmov.u32 s, warp;"  # s: the first of its rows
     yield f"add.u64 wide, wide, {name['out']};\nshl.b32 m, {name['width']}, 1;"
     yield f"mad.lo.u32 to, s, {PITCH}, smem;\nmad.lo.u32 to, i, 16, to;\nmad.lo.u32 pair, s, 4, bells;"
     for eight in range(rows // 8):

@@ -16,7 +16,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from baltoro.kernels.moe.slab_end_text import MOST, PLACES_AT, SLAB, ends
+from baltoro.errors import InvariantError
+from baltoro.kernels.moe.slab_end_text import MOST, PITCH, PLACES_AT, SLAB, THREADS, ends
 from baltoro.kernels.moe.weave_text import pair_lines
 
 CLASSES = tuple(range(8, MOST + 1, 8))  # rows of inputs
@@ -33,13 +34,15 @@ def shared_bytes(stages: int) -> int:
     return -(-(stages * STAGE + PLACES_AT + 4 * MOST + 1024) // 4096) * 4096
 
 
-def text(stages: int, warps: int, kind: int, is_first: bool, is_ordered: bool) -> str:
-    """The program: outputs $0 (nothing), inputs as `INPUTS`. warps: 8, or 4 with half as many rows of weights."""
+def text(stages: int, kind: int, is_first: bool, is_ordered: bool) -> str:
+    """The program, of eight warps: outputs $0 (nothing), inputs as `INPUTS`."""
+    if not MOST * PITCH <= stages * STAGE <= 8 * STAGE:
+        raise InvariantError(f"{stages} stages: whole rows leave through their memory; barriers are for eight")
     name = {word: f"${i + 1}" for i, word in enumerate(INPUTS)}
-    lines = ["{", *_registers(), "mov.b32 $0, 0;", *_place(name), *_barriers(stages, warps)]
-    lines += [*_tile(warps, is_ordered), *_pointers(name)]
+    lines = ["{", *_registers(), "mov.b32 $0, 0;", *_place(name), *_barriers(stages)]
+    lines += [*_TILE, *_pointers(name)]
     if not is_first:
-        lines += _places(warps, name)
+        lines += _places(name)
     for stage in range(stages):
         lines += [f"setp.gt.and.u32 p, {name['num_units']}, {stage}, lead;", *_fetch(f"smem+{stage * STAGE}", stage)]
     lines += _asked("a") + _asked("b")
@@ -48,7 +51,7 @@ def text(stages: int, warps: int, kind: int, is_first: bool, is_ordered: bool) -
     lines.append(f"bra ROWS{MOST};")
     for rows in CLASSES:
         lines += [f"ROWS{rows}:", "{", *_loop(rows, stages, name)]
-        lines += [*ends(rows, warps, kind, is_first, is_ordered, name), "}", "bra DONE;"]
+        lines += [*ends(rows, kind, is_first, is_ordered, name), "}", "bra DONE;"]
     return "\n".join([*lines, "DONE:", "}"])
 
 
@@ -61,7 +64,7 @@ def _registers() -> list[str]:
     return [
         ".reg .pred p, q, lead, first_warp, arrives, some, always;",
         ".reg .b32 tid, lane, warp, block, expert, first, end, n8, size, smem, bells, bytes, slab, t, s, u, at, bell;",
-        ".reg .b32 phase, at_before, bell_before, phase_before, pair, order<2>;",
+        ".reg .b32 phase, at_before, bell_before, phase_before, pair, order;",
         ".reg .b32 low_words, row_words, low_scales, row_scales;",
         ".reg .b64 wide, from, from2, xs, slab_wide, unit_wide, words, scale, here, ahead, ahead_step, desc;",
         *(f".reg .b32 {n}<8>;" for n in ("wa", "wb")),
@@ -85,39 +88,27 @@ def _place(name: dict[str, str]) -> list[str]:
     ]  # fmt: skip
 
 
-def _barriers(stages: int, warps: int) -> list[str]:
+def _barriers(stages: int) -> list[str]:
     """`full` of each stage at bells, `empty`, for which every warp rings, 64 bytes on."""
     lines = [f"add.u32 bells, smem, {stages * STAGE};"]
     for stage in range(stages):
         lines.append(f"@lead mbarrier.init.shared::cta.b64 [bells+{8 * stage}], 1;")
-        lines.append(f"@lead mbarrier.init.shared::cta.b64 [bells+{64 + 8 * stage}], {warps};")
+        lines.append(f"@lead mbarrier.init.shared::cta.b64 [bells+{64 + 8 * stage}], {THREADS // 32};")
     return [*lines, "fence.mbarrier_init.release.cluster;", "fence.proxy.async.shared::cta;", "bar.sync 0;"]
 
 
-def _tile(warps: int, is_ordered: bool) -> list[str]:
-    """t: the first of a block's tiles of eight rows that is the warp's; of the other block 8 tiles on, both with the
-    one after it. Four warps take rows of weights whose hidden columns are one slab, if it is slabs that they leave."""
-    wide, high, low, each = 5, 2, 3, 16
-    if warps == 4:
-        wide, high, low = (4, 1, 1) if is_ordered else (4, 2, 3)
-    lines = [f"shl.b32 t, block, {wide};"]
-    if warps == 4 and is_ordered:  # two blocks share 32 tiles
-        lines = ["shr.u32 t, block, 1;", "shl.b32 t, t, 5;", "and.b32 s, block, 1;", "shl.b32 s, s, 2;",
-                 "add.u32 t, t, s;"]  # fmt: skip
-    return [*lines, f"shr.u32 s, warp, {high};", f"mad.lo.u32 t, s, {each}, t;", f"and.b32 s, warp, {low};",
-            "shl.b32 s, s, 1;", "add.u32 t, t, s;"]  # fmt: skip
+# t: the first of a block's tiles of eight rows that is the warp's; of the other block 8 tiles on, both with the one
+# after it
+_TILE = ("shl.b32 t, block, 5;", "shr.u32 s, warp, 2;", "mad.lo.u32 t, s, 16, t;", "and.b32 s, warp, 3;",
+         "shl.b32 s, s, 1;", "add.u32 t, t, s;")  # fmt: skip
 
 
-def _places(warps: int, name: dict[str, str]) -> list[str]:
-    """Which pairs the tile's rows are: asked for here, put into shared memory after the loop."""
-    lines = []
-    for n in range(-(-MOST // (32 * warps))):
-        lines += [
-            f"add.u32 t, tid, {32 * warps * n};", "setp.lt.u32 p, t, size;", "add.u32 t, t, first;",
-            f"mad.wide.u32 wide, t, 8, {name['order']};", f"mov.u32 order{n}, 0;",
-            f"@p ld.global.nc.u32 order{n}, [wide];",
-        ]  # fmt: skip
-    return lines
+def _places(name: dict[str, str]) -> list[str]:
+    """Which pair the tile's row is that is the thread's: asked for here, put into shared memory after the loop."""
+    return [
+        "mov.u32 t, tid;", "setp.lt.u32 p, t, size;", "add.u32 t, t, first;",
+        f"mad.wide.u32 wide, t, 8, {name['order']};", "mov.u32 order, 0;", "@p ld.global.nc.u32 order, [wide];",
+    ]  # fmt: skip
 
 
 def _pointers(name: dict[str, str]) -> list[str]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from baltoro.kernels.moe import slab_text
+from baltoro.kernels.moe import slab_end_text, slab_text
 from baltoro.kernels.moe.products import Tiled, TiledExperts
 from baltoro.kernels.moe.slab_end_text import MOST
 from baltoro.kernels.moe.tile_layout import UNIT, padded
@@ -87,15 +87,15 @@ def _launch(
     from baltoro.kernels.moe import gluon_slabs
 
     rows = one.packed.shape[1] * 8
-    gluon_slabs.slab_kernel[(rows // (32 * tile.warps), table.shape[1])](
+    gluon_slabs.slab_kernel[(rows // slab_end_text.THREADS, table.shape[1])](
         x, table, order, one.packed.view(torch.int32), one.scale, out,
         len(one.packed), len(x) * 64 // UNIT, rows // 8, width, x.shape[1], *activation[1:],
-        TEXT=program(tile.stages, tile.warps, activation[0], is_first, is_ordered), OPERANDS=slab_text.constraints(),
-        PIECES=slab_text.shared_bytes(tile.stages) // 4096, WARPS=tile.warps, num_warps=tile.warps,
+        TEXT=program(tile.stages, activation[0], is_first, is_ordered), OPERANDS=slab_text.constraints(),
+        PIECES=slab_text.shared_bytes(tile.stages) // 4096, num_warps=slab_end_text.THREADS // 32,
     )  # fmt: skip
 
 
 @cache
-def program(stages: int, warps: int, kind: int, is_first: bool, is_ordered: bool) -> str:
+def program(stages: int, kind: int, is_first: bool, is_ordered: bool) -> str:
     """`slab_text.text`, made once."""
-    return slab_text.text(stages, warps, kind, is_first, is_ordered)
+    return slab_text.text(stages, kind, is_first, is_ordered)
