@@ -32,6 +32,11 @@ THIN_ROWS = 16
 MAX_MERGED_ROWS = 128
 
 
+# One row: weights, of as many programs, are asked for before the kernel in front has ended; the next kernel may begin
+# before it, too.
+ASKS, LETS_GO = 1, False
+
+
 @dataclass(frozen=True, slots=True)
 class Tiles:
     """rows of x, rows n of the weight and width k of a tile; stages: tiles under way, or steps unrolled (one row)."""
@@ -154,6 +159,7 @@ def few_rows(
             x, weight, norm, first, rest, num_first, *weight.shape, eps,
             BLOCK_N=tiles.n, BLOCK_K=min(tiles.k, next_power_of_2(weight.shape[1])), UNROLL=tiles.stages,
             HAS_NORM=gain is not None, IS_EARLY=tiles.k >= weight.shape[1], PDL=is_dependent,
+            ASKS=ASKS if weight.shape[1] * weight.itemsize % 16 == 0 else 0, LETS_GO=LETS_GO,
             num_warps=tiles.warps, **launch,
         )  # fmt: skip
         return

@@ -107,6 +107,8 @@ GROUPS = (
     (12.0, Plan(Tile(16, 0, 128, 2, 3), Tile(16, 0, 128, 2, 3))),
     (float("inf"), Plan(MANY, MANY)),
 )
+# The first product of pairs is launched before the picks are there, and waits for them.
+IS_DEPENDENT = True
 # Products in IEEE fp32 use no matrix instruction; right, not fast.
 EXACT = Plan(Tile(16, 0, 64, 4, 1), Tile(16, 0, 64, 4, 1))
 
@@ -200,13 +202,15 @@ def first(
     num_counters = padded(experts.width, ROW_UNIT) // plan.second.block
     counters = torch.empty(len(ids) if is_pairs else 0, num_counters, dtype=torch.int32, device=x.device)
     units = padded(experts.width) // UNIT
+    waits = IS_DEPENDENT and is_pairs and has_dependent_launch(x)
     tile_kernels.first_product[(2 * inner // tile.block, grid)](
         x, table, ids, order, experts.first_packed.view(torch.int32), _scales(experts.first_scale, tile),
         hidden, counters,
         len(experts.first_packed), ids.shape[1], x.shape[1], x.shape[1], units, inner // UNIT, num_counters,
         beta, linear_beta, KIND=kind, N1=tile.rows, N2=tile.more, COUNTERS=next_power_of_2(num_counters),
         IS_PAIRS=is_pairs, IS_ARRANGED=inputs.is_arranged, IS_WHOLE=x.shape[1] % UNIT == 0,
-        IS_ROUNDED=inputs.is_rounded, SIGNAL=tile.signal, PDL=has_dependent_launch(x), **_shape(tile),
+        IS_ROUNDED=inputs.is_rounded, SIGNAL=tile.signal, PDL=has_dependent_launch(x), WAITS=waits,
+        **_shape(tile), **_launch(waits),
     )  # fmt: skip
     return hidden, counters
 
