@@ -79,19 +79,20 @@ class KDA(nn.Module):
 
     @property
     def _readers(self) -> list[Linear]:
-        """Everything that reads x, in the order of `_project`."""
+        """Everything that reads x, in the order of `_project`: beta last, whose few columns would shift the others away
+        from multiples of 16 bytes."""
         gate = self.g_proj if self.is_gate_full_rank else self.g_a_proj
-        return [self.q_proj, self.k_proj, self.v_proj, self.f_a_proj, self.b_proj, gate]
+        return [self.q_proj, self.k_proj, self.v_proj, self.f_a_proj, gate, self.b_proj]
 
     def _project(self, x: Tensor, rows: AdapterRows | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """q | k | v, the gate's low rank, beta's logits, and the output gate (or its low rank)."""
         if self._merged is None:
-            q, k, v, f, b, gate = (linear(x, rows) for linear in self._readers)
+            q, k, v, f, gate, b = (linear(x, rows) for linear in self._readers)
             return torch.cat([q, k, v], dim=-1), f, b, gate
         merged = add_loras(product(x, self._merged), self._readers, x, rows)
         width = self.num_heads * self.head_dim
         rest = self._merged.shape[0] - 3 * width - self.head_dim - self.num_heads
-        qkv, f, b, gate = torch.split(merged, [3 * width, self.head_dim, self.num_heads, rest], dim=-1)
+        qkv, f, gate, b = torch.split(merged, [3 * width, self.head_dim, rest, self.num_heads], dim=-1)
         return qkv, f, b, gate
 
     def _join_conv(self) -> Tensor:
