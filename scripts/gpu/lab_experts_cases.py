@@ -72,7 +72,7 @@ VARIANTS: dict[str, tuple[Plan, ...]] = {
         both(SMALL), both(RING, rows=16), both(SMALL, block=64, warps=1), both(FEW), both(RING),
         both(SMALL, around=True), both(RING, rows=16, block=128, stages=6, registers=80),
         both(Tile(16, 0, 128, 2, 3)), both(SMALL, block=256, warps=4), both(FEW, around=True),
-        both(RING, rows=16, block=128, warps=4, stages=6),
+        both(RING, rows=16, block=128, warps=4, stages=6), both(RING, rows=16, stages=5),
     ),
     "2048 rows": (
         both(RING), both(RING, block=128, stages=4, registers=80), both(RING, block=128, warps=4, stages=6),

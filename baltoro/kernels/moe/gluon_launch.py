@@ -116,7 +116,8 @@ def _launch(
 
     boxes = [_boxes(x, rows) for rows in (tile.rows, tile.more or tile.rows)]
     grid, units, row_tiles = (num_rows // tile.block, table.shape[1]), x.shape[1] // UNIT, num_rows // 8
-    options |= {"N1": tile.rows, "N2": tile.more, "WARPS": tile.warps, "STAGES": tile.stages, "num_warps": tile.warps}
+    sizes = {"N1": tile.rows, "N2": tile.more, "WARPS": tile.warps, "STAGES": tile.stages, "num_warps": tile.warps}
+    options = options | sizes
     options |= {"maxnreg": tile.registers} if tile.registers else {}
     if tile.ring:
         is_dependent = has_dependent_launch(x)
