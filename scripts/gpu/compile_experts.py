@@ -24,7 +24,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from baltoro.kernels.moe import gluon_few, gluon_groups, tile_experts, tile_kernels, tile_moves
+from baltoro.kernels.moe import gluon_few, gluon_groups, gluon_ring, tile_experts, tile_kernels, tile_moves
 from baltoro.kernels.moe.tile_experts import Plan, Tile
 from baltoro.kernels.moe.tile_layout import ROW_UNIT, UNIT, padded
 from scripts.gpu.compile_kda import resources
@@ -32,6 +32,9 @@ from scripts.gpu.compile_kda import resources
 HOPPER = GPUTarget("cuda", 90, 32)
 SHARED_LIMIT = 232448
 BOXES = "tensordesc<bf16[{}, {}, 64],NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)>"
+
+WORDS = "tensordesc<i32[{}, 4, 32],NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=3)>"
+BYTES = "tensordesc<u8[{}, 32],NVMMASharedLayout(swizzle_byte_width=32, element_bitwidth=8, rank=2)>"
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,11 +76,30 @@ def piped_source(tile: Tile, is_first: bool, sizes: Sizes = SIZES[0]) -> ASTSour
     return _source(kernel, types, constants, values)
 
 
+def ring_source(tile: Tile, is_first: bool, sizes: Sizes = SIZES[0]) -> ASTSource:
+    """As `gluon_launch` launches it."""
+    parts = tile.block // (16 * tile.warps)
+    constants: dict[str, Any] = {
+        "N1": tile.rows, "N2": tile.more, "WARPS": tile.warps, "PARTS": parts, "STAGES": tile.stages,
+        "KIND": 1 if is_first else 0, "IS_FIRST": is_first, "IS_ORDERED": is_first, "PDL": True,
+    }  # fmt: skip
+    types = {"x1": BOXES.format(2, tile.rows), "x2": BOXES.format(2, tile.more or tile.rows)}
+    types |= {"w": WORDS.format(tile.block // 8), "s": BYTES.format(tile.block // 8), "order_ptr": "*i64"}
+    types |= {"table_ptr": "*i32", "out_ptr": "*bf16"} | dict.fromkeys(("beta", "linear_beta"), "fp32")
+    columns, rows = (sizes.width, 2 * padded(sizes.inner)) if is_first else (sizes.inner, padded(sizes.width, ROW_UNIT))
+    values = {
+        "num_experts": sizes.experts, "num_units": padded(columns) // UNIT, "num_row_tiles": rows // 8,
+        "width": padded(sizes.inner) if is_first else sizes.width,
+    }  # fmt: skip
+    return _source(gluon_ring.ring_kernel, types, constants, values)
+
+
 def few_source(tile: Tile, is_first: bool, is_rounded: bool, sizes: Sizes = SIZES[0]) -> ASTSource:
     """As `gluon_launch.few` launches it."""
     constants: dict[str, Any] = {
-        "WARPS": tile.warps, "KIND": 1 if is_first else 0, "IS_FIRST": is_first, "IS_ROUNDED": is_rounded and is_first,
-        "IS_WHOLE": sizes.width % UNIT == 0 or not is_first, "PDL": True,
+        "N": tile.rows, "WARPS": tile.warps, "KIND": 1 if is_first else 0, "IS_FIRST": is_first,
+        "IS_ROUNDED": is_rounded and is_first, "IS_WHOLE": sizes.width % UNIT == 0 or not is_first, "PDL": True,
+        "HOW": ".cg" if tile.around else "",
     }  # fmt: skip
     types = {"x_ptr": "*bf16", "order_ptr": "*i64", "table_ptr": "*i32", "packed_ptr": "*i32", "scales_ptr": "*u8"}
     types |= {"out_ptr": "*bf16"} | dict.fromkeys(("beta", "linear_beta"), "fp32")
@@ -95,6 +117,8 @@ def source(
     tile: Tile, is_first: bool, is_pairs: bool, dtype: str, *, is_rounded: bool = False, sizes: Sizes = SIZES[0]
 ) -> ASTSource:
     """As `tile_experts` launches it: sizes of 1 are constants, what 16 divides is said to be so."""
+    if tile.ring and not is_pairs:
+        return ring_source(tile, is_first, sizes)
     if tile.piped and not is_pairs:
         return piped_source(tile, is_first, sizes)
     if tile.few and not is_pairs:

@@ -21,6 +21,7 @@ EXACT_CASES = ("16 pairs", "512 rows")  # also in float32
 CASES = {
     "16 pairs": (1, ACTIVE, True), "512 rows": (512, 1, False), "16352 rows": (1022, ACTIVE, False),
     "64 pairs": (4, ACTIVE, True), "64 rows": (4, ACTIVE, False),
+    "1024 rows": (64, ACTIVE, False), "2048 rows": (128, ACTIVE, False), "4096 rows": (256, ACTIVE, False),
 }  # fmt: skip
 PAIR, LAST = Tile(8, 0, 128, 2, 3), Tile(8, 0, 128, 2, 3, split=2)
 
@@ -29,6 +30,9 @@ def both(tile: Tile, **changes: object) -> Plan:
     tile = replace(tile, **changes)  # type: ignore[arg-type]
     return Plan(tile, tile)
 
+
+SMALL = Tile(16, 0, 128, 2, 1, 168, few=True)
+RING = Tile(32, 0, 256, 8, 4, 128, ring=True)
 
 # The most promising first.
 VARIANTS: dict[str, tuple[Plan, ...]] = {
@@ -64,6 +68,25 @@ VARIANTS: dict[str, tuple[Plan, ...]] = {
     ),
     "64 pairs": (Plan(replace(PAIR, spread=True), LAST),),
     "64 rows": (both(FEW), both(replace(FEW, few=False)), both(Tile(8, 0, 128, 2, 3))),
+    "1024 rows": (
+        both(SMALL), both(RING, rows=16), both(SMALL, block=64, warps=1), both(FEW), both(RING),
+        both(SMALL, around=True), both(RING, rows=16, block=128, stages=6, registers=80),
+        both(Tile(16, 0, 128, 2, 3)), both(SMALL, block=256, warps=4), both(FEW, around=True),
+        both(RING, rows=16, block=128, warps=4, stages=6), both(RING, rows=16, stages=5),
+    ),
+    "2048 rows": (
+        both(RING), both(RING, block=128, stages=4, registers=80), both(RING, block=128, warps=4, stages=6),
+        both(Tile(32, 0, 64, 1, 1, few=True)), both(RING, rows=16, more=8), both(SMALL), both(MANY),
+        both(Tile(32, 0, 128, 8, 3, 80, piped=True)), both(Tile(32, 0, 128, 2, 1, few=True)),
+        both(RING, stages=6, registers=0), both(RING, stages=3), both(RING, rows=16),
+        both(Tile(32, 0, 64, 1, 1, few=True, around=True)),
+    ),
+    "4096 rows": (
+        both(RING, more=16, stages=3), both(RING, rows=64, stages=3), both(RING, more=16, block=128, stages=4),
+        both(RING, rows=64, block=128, stages=4), both(MANY), both(Tile(64, 0, 128, 8, 3, 128, piped=True)),
+        both(RING, more=8, stages=3), both(RING), both(RING, rows=64, stages=6, registers=0),
+        both(Tile(32, 16, 128, 8, 3, 96, piped=True)),
+    ),
 }  # fmt: skip
 
 
@@ -76,7 +99,7 @@ def short(plan: Plan) -> str:
         word += f" k{tile.split}" if tile.split > 1 else ""
         word += " spread" * tile.spread + (f" after {tile.signal}/8" if tile.signal else "")
         word += " few" * tile.few
-        word += " piped" * tile.piped
+        word += " piped" * tile.piped + " ring" * tile.ring + " around" * tile.around
         words.append(word + (" here" if tile.in_place else ""))
     same = words[0] == words[1]
     return f"({words[0] if same else ' | '.join(words)}, fetch {plan.second.fetch})"
@@ -94,6 +117,11 @@ class Case:
     exact: Tensor | None = None
     times: dict[Plan, tuple[float, float, float]] = field(default_factory=dict)
 
+    @property
+    def checked(self) -> Tensor:
+        """Tokens whose result is compared: from all of them, so that they have all places in tiles."""
+        return torch.arange(len(self.z), device=self.z.device)[:: max(1, len(self.z) // CHECKED)][:CHECKED]
+
 
 def configured(c: Case) -> Plan:
     return tile_experts.plan_for(c.ids.numel(), RESIDENT, torch.bfloat16, is_pairs=c.is_pairs)
@@ -101,7 +129,7 @@ def configured(c: Case) -> Plan:
 
 def as_float32(c: Case) -> Case:
     """Its first tokens."""
-    return Case(c.name, c.z.float()[:CHECKED], c.ids[:CHECKED], c.shares[:CHECKED], c.is_pairs)
+    return Case(c.name, c.z.float()[c.checked], c.ids[c.checked], c.shares[c.checked], c.is_pairs)
 
 
 def case(name: str, device: str, dtype: torch.dtype = torch.bfloat16) -> Case:

@@ -15,6 +15,7 @@ from baltoro.kernels.moe import fast_experts, fast_route, tile_experts, tile_ord
 from baltoro.kernels.moe.experts import grouped
 from baltoro.kernels.moe.permute import permute_experts
 from baltoro.kernels.moe.reference import route, situ_glu
+from baltoro.kernels.moe.tile_experts import Plan, Tile
 from baltoro.kernels.moe.tiles import tile_table
 from baltoro.kernels.quant import mxfp8
 from tests.kernels.tolerances import TOLERANCES
@@ -85,10 +86,10 @@ IN_TRITON = (replace(MANY, piped=False), replace(FEW, few=False))
     [
         tile_experts.PAIRS,
         *(plan for _, plan in tile_experts.GROUPS),
-        *(tile_experts.Plan(tile, tile) for tile in (*OTHERS, *IN_TRITON)),
+        *(Plan(tile, tile) for tile in (*OTHERS, *IN_TRITON)),
     ],
 )
-def test_every_plan_of_permuted_experts_for_few_and_many_rows(plan: tile_experts.Plan) -> None:
+def test_every_plan_of_permuted_experts_for_few_and_many_rows(plan: Plan) -> None:
     weights = resident_experts("cuda", num=6, width=608, inner=352)
     permuted, activation = permute_experts(weights), partial(situ_glu, beta=4.0, linear_beta=25.0)
     for tokens in (1, 9, 300, 2100):
@@ -102,6 +103,43 @@ def test_every_plan_of_permuted_experts_for_few_and_many_rows(plan: tile_experts
         assert 1e-3 < gap(out, expected) < TOLERANCES["expert_product_w4a8"]["bfloat16"]
 
 
+SMALL = Tile(16, 0, 128, 2, 1, few=True)
+RING = Tile(32, 0, 256, 8, 4, 128, ring=True)
+RAGGED = (0, 1, 7, 8, 9, 15, 16, 17, 31, 32, 33, 40)
+
+
+@pytest.mark.parametrize("changes", [
+    {"rows": 8}, {"rows": 16}, {"rows": 32, "block": 64, "warps": 1}, {"block": 256, "warps": 4, "around": True},
+])  # fmt: skip
+def test_ragged_rows_of_few(changes: dict[str, int]) -> None:
+    ragged(replace(SMALL, **changes))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("changes", [
+    {"rows": 16}, {}, {"rows": 64, "stages": 3}, {"more": 16, "stages": 3}, {"rows": 16, "more": 8, "stages": 2},
+    {"block": 128, "stages": 6}, {"block": 128, "warps": 4, "stages": 6}, {"block": 64, "warps": 4, "more": 16},
+])  # fmt: skip
+def test_ragged_rows_of_the_ring(changes: dict[str, int]) -> None:
+    ragged(replace(RING, **changes))  # type: ignore[arg-type]
+
+
+def ragged(tile: Tile) -> None:
+    """Experts with numbers of rows around the sizes of tiles."""
+    weights = resident_experts("cuda", num=len(RAGGED), width=608, inner=352)
+    permuted, activation = permute_experts(weights), partial(situ_glu, beta=4.0, linear_beta=25.0)
+    ids = torch.repeat_interleave(torch.arange(len(RAGGED)), torch.tensor(RAGGED))
+    ids = ids[torch.randperm(len(ids))].cuda()[:, None]
+    z, shares = torch.randn(len(ids), 608, device="cuda").bfloat16(), torch.rand(len(ids), 1, device="cuda")
+    expected = grouped(z.double(), ids, shares.double(), weights, activation=activation)
+    run = partial(tile_experts.run, z, ids, shares, permuted, (1, 4.0, 25.0), Plan(tile, tile), is_pairs=False)
+    out = run()
+    assert gap(out, expected) < TOLERANCES["expert_product_grouped"]["bfloat16"]
+    assert all(torch.equal(run(), out) for _ in range(20))
+    rounded = run(fake_activations=True)
+    assert 1e-3 < gap(rounded, expected) < TOLERANCES["expert_product_w4a8"]["bfloat16"]
+    assert torch.equal(run(fake_activations=True), rounded)
+
+
 @pytest.mark.parametrize("split", [1, 2, 3])
 @pytest.mark.parametrize("tokens", [1, 4])
 def test_pairs_are_added_up_by_the_last_program_always_in_the_same_order(tokens: int, split: int) -> None:
@@ -109,7 +147,7 @@ def test_pairs_are_added_up_by_the_last_program_always_in_the_same_order(tokens:
     tiled, activation = permute_experts(weights), partial(situ_glu, beta=4.0, linear_beta=25.0)
     z, shares = torch.randn(tokens, 1408, device="cuda").bfloat16(), torch.rand(tokens, 16, device="cuda")
     ids = torch.rand(tokens, 24, device="cuda").topk(16).indices
-    plan = tile_experts.Plan(tile_experts.PAIRS.first, replace(tile_experts.PAIRS.second, split=split))
+    plan = Plan(tile_experts.PAIRS.first, replace(tile_experts.PAIRS.second, split=split))
     run = partial(tile_experts.run, z, ids, shares, tiled, (1, 4.0, 25.0), plan, is_pairs=True)
     expected = grouped(z.double(), ids, shares.double(), weights, activation=activation)
     out = run()

@@ -39,8 +39,11 @@ class Tile:
                 second may start: what these ask for too early has left the second cache when they need it
     piped       grouped, by wgmma: the form in Gluon, which converts while it multiplies (gluon_groups.py); the first
                 product's for both
-    few         grouped, in tiles of 8: the form in Gluon without shared memory (gluon_few.py), 64 rows of weights a
-                warp, no stages; the first product's for both
+    few         grouped, in tiles of 8, 16 or 32: the form in Gluon without shared memory (gluon_few.py), 64 rows of
+                weights a warp, no stages; the first product's for both
+    around      of that form: weights go around the first cache, where inputs stay longer then
+    ring        grouped, by wgmma: the form in Gluon whose weights are asked for `stages` - 1 units ahead
+                (gluon_ring.py), with 16 or 32 rows of weights a warp; the first product's for both
     in_place    wgmma's inputs are loaded where they lie, four bytes at a time, not put in order by another launch
     """
 
@@ -57,6 +60,8 @@ class Tile:
     signal: int = 0
     piped: bool = False
     few: bool = False
+    ring: bool = False
+    around: bool = False
 
     @property
     def wide(self) -> int:
@@ -149,7 +154,7 @@ def run(
         x = arrange(z, order, 2, experts.width, is_rounded=fake_activations)
     elif fake_activations:
         x = arrange(z, None, BLOCK, experts.width, is_rounded=True)
-    if (plan.first.piped or plan.first.few) and not is_pairs and _is_for_gluon(z):
+    if (plan.first.piped or plan.first.few or plan.first.ring) and not is_pairs and _is_for_gluon(z):
         parts = gluon_launch.parts(x, table, order, experts, activation, plan, ids.shape[1], fake_activations)
         return combine(parts, weights, z)
     inputs, grid = Inputs(is_arranged, is_rounded), ids.numel() if is_pairs else table.shape[1]
