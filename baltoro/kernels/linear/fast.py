@@ -46,7 +46,7 @@ class Tiles:
 def choose_tiles(num_rows: int) -> Tiles:
     """By the number of rows of x; set by scripts/gpu/lab_mla.py on an H200 for 4480 x 7168 (router + latent down)."""
     if num_rows == 1:
-        # whole rows, all asked for before the kernel in front has ended: 216 us for K3's rank slice, 233 in steps of 1024
+        # whole rows, asked for before the kernel in front has ended: K3's rank slice in 216 us, 233 in steps of 1024
         return Tiles(1, 2, 8192, 1, 4)
     if num_rows <= THIN_ROWS:
         return Tiles(8 if num_rows <= 8 else 16, 16, 256, 5, 2)  # 280 programs, all at once, 32 kB under way in each
