@@ -24,7 +24,17 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from baltoro.kernels.moe import gluon_few, gluon_groups, gluon_slabs, slab_text, tile_experts, tile_kernels, tile_moves
+from baltoro.kernels.moe import (
+    gluon_few,
+    gluon_ring,
+    gluon_slabs,
+    slab_end_text,
+    slab_text,
+    slabs,
+    tile_experts,
+    tile_kernels,
+    tile_moves,
+)
 from baltoro.kernels.moe.tile_experts import Plan, Tile
 from baltoro.kernels.moe.tile_layout import ROW_UNIT, UNIT, padded
 from scripts.gpu.compile_kda import resources
@@ -32,6 +42,9 @@ from scripts.gpu.compile_kda import resources
 HOPPER = GPUTarget("cuda", 90, 32)
 SHARED_LIMIT = 232448
 BOXES = "tensordesc<bf16[{}, {}, 64],NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)>"
+
+WORDS = "tensordesc<i32[{}, 4, 32],NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=3)>"
+BYTES = "tensordesc<u8[{}, 32],NVMMASharedLayout(swizzle_byte_width=32, element_bitwidth=8, rank=2)>"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,34 +64,11 @@ SIZES = (
 )  # fmt: skip
 
 
-def piped_source(tile: Tile, is_first: bool, sizes: Sizes = SIZES[0]) -> ASTSource:
-    """As `gluon_launch` launches it."""
-    kernel: Any = gluon_groups.grouped_kernel
-    constants: dict[str, Any] = {
-        "N1": tile.rows, "N2": tile.more, "BLOCK": tile.block, "WARPS": tile.warps, "STAGES": tile.stages,
-        "KIND": 1 if is_first else 0, "IS_FIRST": is_first, "IS_ORDERED": is_first,
-    }  # fmt: skip
-    types = {
-        "x1": BOXES.format(2, tile.rows),
-        "x2": BOXES.format(2, tile.more or tile.rows),
-        "order_ptr": "*i64",
-    }
-    types |= {"table_ptr": "*i32", "packed_ptr": "*i32", "scales_ptr": "*u8", "out_ptr": "*bf16"}
-    types |= dict.fromkeys(("beta", "linear_beta"), "fp32")
-    columns, rows = (sizes.width, 2 * padded(sizes.inner)) if is_first else (sizes.inner, padded(sizes.width, ROW_UNIT))
-    values = {
-        "num_experts": sizes.experts, "num_units": padded(columns) // UNIT, "num_row_tiles": rows // 8,
-        "width": padded(sizes.inner) if is_first else sizes.width,
-    }  # fmt: skip
-    return _source(kernel, types, constants, values)
-
-
-def slab_source(tile: Tile, is_first: bool, is_rounded: bool, sizes: Sizes = SIZES[0]) -> ASTSource:
+def slab_source(is_first: bool, is_rounded: bool, sizes: Sizes = SIZES[0]) -> ASTSource:
     """As `slabs` launches it."""
     constants: dict[str, Any] = {
-        "TEXT": slab_text.text(tile.stages, tile.warps, 1 if is_first else 0, is_first, is_first and not is_rounded),
-        "OPERANDS": slab_text.constraints(), "PIECES": slab_text.shared_bytes(tile.stages) // 4096,
-        "WARPS": tile.warps,
+        "TEXT": slabs.program(1 if is_first else 0, is_first, is_first and not is_rounded),
+        "OPERANDS": slab_text.constraints(), "PIECES": slab_text.shared_bytes(slabs.STAGES) // 4096,
     }  # fmt: skip
     types = {"x_ptr": "*bf16", "order_ptr": "*i64", "table_ptr": "*i32", "packed_ptr": "*i32", "scales_ptr": "*u8"}
     types |= {"out_ptr": "*bf16"} | dict.fromkeys(("beta", "linear_beta"), "fp32")
@@ -90,11 +80,30 @@ def slab_source(tile: Tile, is_first: bool, is_rounded: bool, sizes: Sizes = SIZ
     return _source(gluon_slabs.slab_kernel, types, constants, values)
 
 
+def ring_source(tile: Tile, is_first: bool, sizes: Sizes = SIZES[0]) -> ASTSource:
+    """As `gluon_launch` launches it."""
+    parts = tile.block // (16 * tile.warps)
+    constants: dict[str, Any] = {
+        "N1": tile.rows, "N2": tile.more, "WARPS": tile.warps, "PARTS": parts, "STAGES": tile.stages,
+        "KIND": 1 if is_first else 0, "IS_FIRST": is_first, "IS_ORDERED": is_first, "PDL": True,
+    }  # fmt: skip
+    types = {"x1": BOXES.format(2, tile.rows), "x2": BOXES.format(2, tile.more or tile.rows)}
+    types |= {"w": WORDS.format(tile.block // 8), "s": BYTES.format(tile.block // 8), "order_ptr": "*i64"}
+    types |= {"table_ptr": "*i32", "out_ptr": "*bf16"} | dict.fromkeys(("beta", "linear_beta"), "fp32")
+    columns, rows = (sizes.width, 2 * padded(sizes.inner)) if is_first else (sizes.inner, padded(sizes.width, ROW_UNIT))
+    values = {
+        "num_experts": sizes.experts, "num_units": padded(columns) // UNIT, "num_row_tiles": rows // 8,
+        "width": padded(sizes.inner) if is_first else sizes.width,
+    }  # fmt: skip
+    return _source(gluon_ring.ring_kernel, types, constants, values)
+
+
 def few_source(tile: Tile, is_first: bool, is_rounded: bool, sizes: Sizes = SIZES[0]) -> ASTSource:
     """As `gluon_launch.few` launches it."""
     constants: dict[str, Any] = {
-        "WARPS": tile.warps, "KIND": 1 if is_first else 0, "IS_FIRST": is_first, "IS_ROUNDED": is_rounded and is_first,
-        "IS_WHOLE": sizes.width % UNIT == 0 or not is_first, "PDL": True,
+        "N": tile.rows, "WARPS": tile.warps, "KIND": 1 if is_first else 0, "IS_FIRST": is_first,
+        "IS_ROUNDED": is_rounded and is_first, "IS_WHOLE": sizes.width % UNIT == 0 or not is_first, "PDL": True,
+        "HOW": ".cg" if tile.around else "",
     }  # fmt: skip
     types = {"x_ptr": "*bf16", "order_ptr": "*i64", "table_ptr": "*i32", "packed_ptr": "*i32", "scales_ptr": "*u8"}
     types |= {"out_ptr": "*bf16"} | dict.fromkeys(("beta", "linear_beta"), "fp32")
@@ -113,9 +122,9 @@ def source(
 ) -> ASTSource:
     """As `tile_experts` launches it: sizes of 1 are constants, what 16 divides is said to be so."""
     if tile.slabs and not is_pairs:
-        return slab_source(tile, is_first, is_rounded, sizes)
-    if tile.piped and not is_pairs:
-        return piped_source(tile, is_first, sizes)
+        return slab_source(is_first, is_rounded, sizes)
+    if tile.ring and not is_pairs:
+        return ring_source(tile, is_first, sizes)
     if tile.few and not is_pairs:
         return few_source(tile, is_first, is_rounded, sizes)
     seconds: tuple[Any, Any] = tile_kernels.second_of_groups, tile_kernels.second_of_pairs
@@ -207,7 +216,7 @@ def compile_sizes() -> int:
 def options_of(tile: Tile) -> dict[str, int]:
     """As its launch has them."""
     if tile.slabs:
-        return {"num_warps": tile.warps}
+        return {"num_warps": slab_end_text.THREADS // 32}
     bound = {"maxnreg": tile.registers} if tile.registers else {}
     return {"num_warps": tile.warps, "num_stages": tile.stages} | bound
 

@@ -1,6 +1,7 @@
 """Lab of the MXFP4 expert product on one GPU: is each variant right, what does each of its products take, which wins.
 
-    python -m scripts.gpu.lab_experts --seconds 60 [--only "16352 rows,4096 rows"]      on the device
+    python -m scripts.gpu.lab_experts --seconds 60      on the device
+    python -m scripts.gpu.lab_experts --only "1024 rows,2048 rows"     these cases
     python -m scripts.gpu.lab_experts --dry             here: all variants compiled for sm_90
 
 Cases as in baltoro/bench/kernels/moe.py, 112 experts resident. Variants are compiled by worker processes first. The
@@ -12,7 +13,7 @@ from __future__ import annotations
 import argparse
 import os
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, wait
 from functools import partial
 from itertools import product as product_of
@@ -33,7 +34,6 @@ from baltoro.kernels.quant import mxfp8
 from scripts.gpu.lab_experts_cases import (
     ACTIVATION,
     CASES,
-    CHECKED,
     DEVICE,
     EXACT_CASES,
     VARIANTS,
@@ -45,6 +45,8 @@ from scripts.gpu.lab_experts_cases import (
     short,
     unwritten,
 )
+
+Compiled = dict[tuple[str, Plan | None], str]  # no plan: what `checks` runs; "" or what went wrong
 
 
 def say(text: str) -> None:
@@ -99,7 +101,7 @@ def poison(device: str) -> None:
     torch.full((1 << 28,), float("nan"), device=device)
 
 
-def checks(experts: TiledExperts, cases: dict[str, Case], compiled: dict[tuple[str, Plan | None], str]) -> None:
+def checks(experts: TiledExperts, cases: dict[str, Case], compiled: Compiled) -> None:
     """Grouping against its table in torch, MXFP8 rounding against its reference, W4A8 and float32 against float64;
     W4A8 of a variant only where a worker ran it well."""
     for c, align in product_of(cases.values(), (1, slabs.ALIGN)):
@@ -119,7 +121,7 @@ def checks(experts: TiledExperts, cases: dict[str, Case], compiled: dict[tuple[s
             is_well = not compiled.get((c.name, None), "") and not compiled.get((c.name, tried), "")
             for plan in dict.fromkeys((configured(c), tried) if is_well else (configured(c),)):
                 poison(DEVICE)
-                out = product(experts, c, plan, is_w4a8=True)[:CHECKED]
+                out = product(experts, c, plan, is_w4a8=True)[c.checked]
                 say(f"W4A8, {c.name}, {short(plan)}: error {gap(out, c.exact):.2e}")
             if c.name in EXACT_CASES:
                 out = product(experts, as_float32(c), tile_experts.EXACT)
@@ -130,7 +132,7 @@ def check_and_time(experts: TiledExperts, c: Case, plan: Plan) -> None:
     """One variant: its error, and if that is fine the times of the whole and of its products."""
     poison(DEVICE)
     outs = [product(experts, c, plan) for _ in range(3)]
-    error = gap(outs[0][:CHECKED], c.exact) if c.exact is not None else float("nan")
+    error = gap(outs[0][c.checked], c.exact) if c.exact is not None else float("nan")
     is_same = all(torch.equal(out, outs[0]) for out in outs)
     away = gap(outs[0], product(experts, c, configured(c)).double())  # of all tokens
     if not max(error, away) < 1.2e-2 or not bool(torch.isfinite(outs[0]).all()) or not is_same:
@@ -144,9 +146,7 @@ def check_and_time(experts: TiledExperts, c: Case, plan: Plan) -> None:
     say(f"{c.name}, {short(plan)}: error {error:.1e}, whole {whole:.1f}, first {first:.1f}, second {second:.1f} us")
 
 
-def sweep(
-    compiled: dict[tuple[str, Plan | None], str], experts: TiledExperts, cases: dict[str, Case], deadline: float
-) -> None:
+def sweep(compiled: Compiled, experts: TiledExperts, cases: dict[str, Case], deadline: float) -> None:
     """The variants that compiled, in order; the others with what went wrong."""
     for (name, plan), wrong in compiled.items():
         label = f"{name}, {'checks' if plan is None else short(plan)}"
@@ -181,18 +181,14 @@ def wholes(experts: TiledExperts, c: Case, limits: Ceilings) -> Iterator[str]:
             yield f"{c.name:11} {name} {kind}: {us:.1f} us, {us / floor['whole']:.2f} x floor"
 
 
-Key = tuple[str, Plan | None]
-
-
-def compile_all(limit: float, names: list[str]) -> tuple[dict[Key, str], TiledExperts, dict[str, Case]]:
+def compile_all(limit: float, names: Sequence[str]) -> tuple[Compiled, TiledExperts, dict[str, Case]]:
     """Compile in workers, for `limit` seconds at most, and build inputs and references meanwhile.
 
     Nothing is timed before the workers are gone: they share the device.
     """
-    variants = {name: VARIANTS[name] for name in names}
-    longest = max(len(v) for v in variants.values())
-    queue: list[Key] = [(n, v[i]) for i in range(longest) for n, v in variants.items() if i < len(v)]
-    queue += [(name, None) for name in names]
+    longest = max(len(VARIANTS[name]) for name in names)
+    queue: list[tuple[str, Plan | None]] = [(name, None) for name in names]
+    queue += [(n, VARIANTS[n][i]) for i in range(longest) for n in names if i < len(VARIANTS[n])]
     begun = time.monotonic()
     pool = ProcessPoolExecutor(min(14, os.cpu_count() or 1), mp_context=get_context("spawn"))
     futures = {key: pool.submit(compile_one, *key) for key in queue}
@@ -200,8 +196,8 @@ def compile_all(limit: float, names: list[str]) -> tuple[dict[Key, str], TiledEx
     experts = permute_experts(weights)
     cases = {name: case(name, DEVICE) for name in names}
     for c in cases.values():
-        shares = c.shares[:CHECKED].double()
-        c.exact = grouped(c.z[:CHECKED].double(), c.ids[:CHECKED], shares, weights, activation=SITU)
+        at = c.checked
+        c.exact = grouped(c.z[at].double(), c.ids[at], c.shares[at].double(), weights, activation=SITU)
     say(f"inputs and references at {time.monotonic() - begun:.0f} s")
     wait(futures.values(), timeout=max(1.0, limit - (time.monotonic() - begun)))
     end_workers(pool, futures.values())
@@ -229,8 +225,8 @@ def outcome(future: Future[str]) -> str:
     return future.result() if error is None else repr(error)
 
 
-def measure(seconds: float, names: list[str]) -> None:
-    """The lab."""
+def measure(seconds: float, names: Sequence[str]) -> None:
+    """The lab, these cases."""
     begun = time.monotonic()
     compiled, experts, cases = compile_all(0.6 * seconds, names)
     say(f"compiled at {time.monotonic() - begun:.0f} s")
@@ -247,8 +243,8 @@ def measure(seconds: float, names: list[str]) -> None:
             say(line)
 
 
-def dry(names: list[str]) -> int:
-    """All variants compiled for sm_90."""
+def dry(names: Sequence[str]) -> int:
+    """All variants of these cases compiled for sm_90."""
     from scripts.gpu.compile_experts import report
 
     plans = [(name, plan, CASES[name][2], "bf16") for name in names for plan in VARIANTS[name]]
@@ -259,10 +255,10 @@ def main() -> int:
     """Parse and go."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--seconds", type=float, default=60.0)
-    parser.add_argument("--only", default="", help="parts of the names of cases, with commas between")
+    parser.add_argument("--only", default=",".join(CASES), help="names of cases, with commas between")
     parser.add_argument("--dry", action="store_true")
     options = parser.parse_args()
-    names = [name for name in VARIANTS if any(part in name for part in options.only.split(","))]
+    names = [name.strip() for name in options.only.split(",")]
     if options.dry:
         return dry(names)
     measure(options.seconds, names)

@@ -26,8 +26,6 @@ CASES = {
     "64 pairs": (4, ACTIVE, True), "64 rows": (4, ACTIVE, False),
     "1024 rows": (64, ACTIVE, False), "2048 rows": (128, ACTIVE, False), "4096 rows": (256, ACTIVE, False),
 }  # fmt: skip
-SLABS = replace(MANY, stages=5, slabs=True)
-HALF = replace(SLABS, warps=4, stages=2)
 PAIR, LAST = Tile(8, 0, 128, 2, 3), Tile(8, 0, 128, 2, 3, split=2)
 
 
@@ -35,6 +33,9 @@ def both(tile: Tile, **changes: object) -> Plan:
     tile = replace(tile, **changes)  # type: ignore[arg-type]
     return Plan(tile, tile)
 
+
+SMALL = Tile(16, 0, 128, 2, 1, 168, few=True)
+RING = Tile(32, 0, 256, 8, 4, 128, ring=True)
 
 # The most promising first.
 VARIANTS: dict[str, tuple[Plan, ...]] = {
@@ -59,13 +60,28 @@ VARIANTS: dict[str, tuple[Plan, ...]] = {
         both(Tile(8, 0, 128, 2, 3, spread=True)),
     ),
     "16352 rows": (
-        both(SLABS), both(HALF), both(replace(SLABS, stages=4)), both(MANY), both(replace(MANY, stages=4)),
+        both(MANY), both(replace(MANY, slabs=False)),
     ),
-    "4096 rows": (both(SLABS), both(HALF), both(MANY), both(Tile(32, 0, 128, 8, 3, 128, piped=True))),
-    "2048 rows": (both(SLABS), both(HALF), both(MANY), both(Tile(32, 0, 128, 8, 3, 128, piped=True))),
-    "1024 rows": (both(SLABS), both(HALF), both(Tile(16, 0, 128, 2, 3)), both(FEW)),
     "64 pairs": (Plan(replace(PAIR, spread=True), LAST),),
     "64 rows": (both(FEW), both(replace(FEW, few=False)), both(Tile(8, 0, 128, 2, 3))),
+    "1024 rows": (
+        both(SMALL), both(RING, rows=16), both(SMALL, block=64, warps=1), both(FEW), both(RING),
+        both(SMALL, around=True), both(RING, rows=16, block=128, stages=6, registers=80),
+        both(Tile(16, 0, 128, 2, 3)), both(SMALL, block=256, warps=4), both(FEW, around=True),
+        both(RING, rows=16, block=128, warps=4, stages=6), both(RING, rows=16, stages=5), both(MANY),
+    ),
+    "2048 rows": (
+        both(RING), both(RING, block=128, stages=4, registers=80), both(RING, block=128, warps=4, stages=6),
+        both(Tile(32, 0, 64, 1, 1, few=True)), both(RING, rows=16, more=8), both(SMALL), both(MANY),
+        both(Tile(32, 0, 128, 2, 1, few=True)),
+        both(RING, stages=6, registers=0), both(RING, stages=3), both(RING, rows=16),
+        both(Tile(32, 0, 64, 1, 1, few=True, around=True)),
+    ),
+    "4096 rows": (
+        both(RING, more=16, stages=3), both(RING, rows=64, stages=3), both(RING, more=16, block=128, stages=4),
+        both(RING, rows=64, block=128, stages=4), both(MANY),
+        both(RING, more=8, stages=3), both(RING), both(RING, rows=64, stages=6, registers=0),
+    ),
 }  # fmt: skip
 
 
@@ -77,8 +93,8 @@ def short(plan: Plan) -> str:
         word += f" r{tile.registers}" if tile.registers else ""
         word += f" k{tile.split}" if tile.split > 1 else ""
         word += " spread" * tile.spread + (f" after {tile.signal}/8" if tile.signal else "")
-        word += " few" * tile.few
-        word = f"slabs w{tile.warps} s{tile.stages}" if tile.slabs else word + " piped" * tile.piped
+        word += " few" * tile.few + " ring" * tile.ring + " around" * tile.around
+        word = "slabs" if tile.slabs else word
         words.append(word + (" here" if tile.in_place else ""))
     same = words[0] == words[1]
     return f"({words[0] if same else ' | '.join(words)}, fetch {plan.second.fetch})"
@@ -96,6 +112,11 @@ class Case:
     exact: Tensor | None = None
     times: dict[Plan, tuple[float, float, float]] = field(default_factory=dict)
 
+    @property
+    def checked(self) -> Tensor:
+        """Tokens whose result is compared: from all of them, so that they have all places in tiles."""
+        return torch.arange(len(self.z), device=self.z.device)[:: max(1, len(self.z) // CHECKED)][:CHECKED]
+
 
 def configured(c: Case) -> Plan:
     return tile_experts.plan_for(c.ids.numel(), RESIDENT, torch.bfloat16, is_pairs=c.is_pairs)
@@ -103,7 +124,7 @@ def configured(c: Case) -> Plan:
 
 def as_float32(c: Case) -> Case:
     """Its first tokens."""
-    return Case(c.name, c.z.float()[:CHECKED], c.ids[:CHECKED], c.shares[:CHECKED], c.is_pairs)
+    return Case(c.name, c.z.float()[c.checked], c.ids[c.checked], c.shares[c.checked], c.is_pairs)
 
 
 def case(name: str, device: str, dtype: torch.dtype = torch.bfloat16) -> Case:
@@ -117,7 +138,7 @@ def case(name: str, device: str, dtype: torch.dtype = torch.bfloat16) -> Case:
 def products(experts: TiledExperts, c: Case, plan: Plan) -> tuple[Callable[[], object], ...]:
     """Launches of the first and the second product alone."""
     if plan.first.slabs:
-        return slab_products(experts, c, plan)
+        return slab_products(experts, c)
     order, table, grid = c.ids, c.ids, c.ids.numel()
     if not c.is_pairs:
         order, table = tile_order.grouped(c.ids, RESIDENT, plan.rows)
@@ -134,7 +155,7 @@ def products(experts: TiledExperts, c: Case, plan: Plan) -> tuple[Callable[[], o
     def first() -> object:
         if plan.first.few:
             return few(x, activation=ACTIVATION, num_active=c.ids.shape[1])
-        if plan.first.piped:
+        if plan.first.ring:
             return gluon_launch.first(x, table, order, experts, ACTIVATION, plan.first, is_ordered=True)
         return tile_experts.first(x, table, c.ids, order, experts, ACTIVATION, plan, grid, inputs, is_pairs=c.is_pairs)
 
@@ -143,21 +164,21 @@ def products(experts: TiledExperts, c: Case, plan: Plan) -> tuple[Callable[[], o
             return tile_experts.second_of_pairs(hidden, c.ids, c.shares, counters, experts, plan.second, c.z.dtype)
         if plan.second.few:
             return few(hidden, activation=None, num_active=1)
-        if plan.second.piped:
+        if plan.second.ring:
             return gluon_launch.second(hidden, table, order, experts, plan.second)
         return tile_experts.second_of_groups(hidden, table, order, experts, plan.second)
 
     return first, second
 
 
-def slab_products(experts: TiledExperts, c: Case, plan: Plan) -> tuple[Callable[[], object], ...]:
+def slab_products(experts: TiledExperts, c: Case) -> tuple[Callable[[], object], ...]:
     """The same of the form with slabs."""
     order, table = tile_order.grouped(c.ids, RESIDENT, slabs.MOST, slabs.ALIGN)
     x = torch.randn(padded(LATENT) // 64, len(order), 64, device=c.z.device, dtype=c.z.dtype)
     hidden = torch.randn(padded(INNER) // 64, len(order), 64, device=c.z.device, dtype=c.z.dtype)
     return (
-        partial(slabs.first, x, table, order, experts, ACTIVATION, plan.first, is_ordered=True),
-        partial(slabs.second, hidden, table, order, experts, c.ids.numel(), plan.second),
+        partial(slabs.first, x, table, order, experts, ACTIVATION, is_ordered=True),
+        partial(slabs.second, hidden, table, order, experts, c.ids.numel()),
     )
 
 

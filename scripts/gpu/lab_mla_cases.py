@@ -101,6 +101,19 @@ def attention(requests: int, keys: int, heads: int, window: int, is_dry: bool) -
     return Problem(launch, error, requests * keys * (latent + shared) * 2, flops, turns)
 
 
+def product_alone(setting: str, x: Tensor, weight: Tensor) -> Tensor:
+    """fp32 [T, O]: the framework's product with fp32 results in one of its forms, nothing cut or rounded."""
+    before = torch.backends.cuda.preferred_blas_library()
+    if "Lt" in setting:
+        torch.backends.cuda.preferred_blas_library("cublaslt")
+    if "turned" in setting:
+        sums = torch.mm(weight, x.T, out_dtype=torch.float32).T
+    else:
+        sums = torch.mm(x, weight.T, out_dtype=torch.float32)
+    torch.backends.cuda.preferred_blas_library(before)
+    return sums
+
+
 def router(tokens: int, is_dry: bool) -> Problem:
     """Router + latent down; the weights of several layers in turn."""
     device, turns = device_of(is_dry), 1 if is_dry else 8
@@ -115,6 +128,8 @@ def router(tokens: int, is_dry: bool) -> Problem:
             return linear.one_product(x, weight, logits)
         if setting == "torch.mm, bf16":
             return torch.mm(x, weight.T).split([logits, rest], 1)
+        if isinstance(setting, str):
+            return product_alone(setting, x, weight).split([logits, rest], 1)
         first = torch.empty(tokens, logits, dtype=torch.float32, device=device)
         other = x.new_empty(tokens, rest)
         if isinstance(setting, StreamTiles):

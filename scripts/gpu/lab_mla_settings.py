@@ -65,9 +65,13 @@ SIXTY = [
     linear.Tiles(64, 32, 128, 4, 4),
 ]
 MANY = [
-    StreamTiles(256, 128, 64, 4, 8),
     "one product",
     "torch.mm, bf16",
+    "fp32 alone",
+    "fp32 alone, turned",
+    "fp32 alone, Lt",
+    "fp32 alone, turned, Lt",
+    StreamTiles(256, 128, 64, 4, 8),
     StreamTiles(128, 128, 64, 5, 8),
     StreamTiles(128, 256, 64, 4, 8),
     StreamTiles(128, 128, 64, 6, 4),

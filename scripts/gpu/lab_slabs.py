@@ -4,7 +4,7 @@
     python -m scripts.gpu.lab_slabs --dry               here: the texts with their stamps, compiled
 
 16,352 rows of 112 experts at K3's widths. The kernel's text is the product's own with stamps of the clock written in;
-they go behind the table of tiles. A line a form and product; `loop / ideal`: clocks a unit over what wgmma needs.
+they go behind the table of tiles. A line a product; `loop / ideal`: clocks a unit over what wgmma needs.
 """
 
 from __future__ import annotations
@@ -20,21 +20,20 @@ import torch
 from torch import Tensor
 
 from baltoro.bench.kernels.moe import INNER, LATENT, RESIDENT
-from baltoro.kernels.moe import slab_text, slabs, tile_order
+from baltoro.kernels.moe import slab_end_text, slab_text, slabs, tile_order
 from baltoro.kernels.moe.products import TiledExperts
-from baltoro.kernels.moe.tile_experts import Tile
+from baltoro.kernels.moe.tile_experts import MANY
 from baltoro.kernels.moe.tile_layout import UNIT, padded
-from scripts.gpu.lab_experts_cases import ACTIVATION, DEVICE, HALF, SLABS, case, unwritten
+from scripts.gpu.lab_experts_cases import ACTIVATION, DEVICE, case, unwritten
 
-FORMS = (SLABS, HALF)
 EACH = 64  # bytes of a program's stamps
 
 
-def stamped(tile: Tile, is_first: bool) -> str:
+def stamped(is_first: bool) -> str:
     """The text, each program leaving four clocks and its multiprocessor behind the table."""
     kind = ACTIVATION[0] if is_first else 0
     lines = []
-    for line in slab_text.text(tile.stages, tile.warps, kind, is_first, is_first).split("\n"):
+    for line in slabs.program(kind, is_first, is_first).split("\n"):
         if line.startswith("UNIT"):
             lines.append("mov.u32 t1, %clock;")
         if line == "bra DONE;":
@@ -63,7 +62,7 @@ add.u64 wide, wide, $2;
 @lead st.global.b32 [wide+16], sm;"""
 
 
-def launch(tile: Tile, is_first: bool, experts: TiledExperts, ids: Tensor) -> tuple[Tensor, Tensor]:
+def launch(is_first: bool, experts: TiledExperts, ids: Tensor) -> tuple[Tensor, Tensor]:
     """The product on garbage: stamps int32 [programs, 5], the rows of each, of those that had any."""
     from baltoro.kernels.moe import gluon_slabs
 
@@ -73,15 +72,15 @@ def launch(tile: Tile, is_first: bool, experts: TiledExperts, ids: Tensor) -> tu
     x = torch.randn(columns // 64, len(order), 64, device=DEVICE, dtype=torch.bfloat16)
     out = torch.empty(max(len(order), ids.numel()) * width, device=DEVICE, dtype=torch.bfloat16)
     rows, tiles = one.packed.shape[1] * 8, table.shape[1]
-    blocks, start = rows // (32 * tile.warps), (12 * tiles + 63) // 64 * 64 // 4
+    blocks, start = rows // slab_end_text.THREADS, (12 * tiles + 63) // 64 * 64 // 4
     kept = torch.zeros(start + blocks * tiles * EACH // 4, dtype=torch.int32, device=DEVICE)
     kept[: 3 * tiles] = table.flatten()
     betas: tuple[Any, ...] = ACTIVATION[1:] if is_first else (1.0, 1.0)
     for _ in range(3):
         gluon_slabs.slab_kernel[(blocks, tiles)](
             x, kept, order, one.packed.view(torch.int32), one.scale, out, RESIDENT, columns // UNIT, rows // 8,
-            width, len(order), *betas, TEXT=stamped(tile, is_first), OPERANDS=slab_text.constraints(),
-            PIECES=slab_text.shared_bytes(tile.stages) // 4096, WARPS=tile.warps, num_warps=tile.warps,
+            width, len(order), *betas, TEXT=stamped(is_first), OPERANDS=slab_text.constraints(),
+            PIECES=slab_text.shared_bytes(slabs.STAGES) // 4096, num_warps=slab_end_text.THREADS // 32,
         )  # fmt: skip
     torch.cuda.synchronize()
     stamps = kept[start:].view(tiles, blocks, EACH // 4)[:, :, :5].cpu()
@@ -90,7 +89,7 @@ def launch(tile: Tile, is_first: bool, experts: TiledExperts, ids: Tensor) -> tu
     return stamps[used].flatten(0, 1), sizes[used].flatten()
 
 
-def lines(stamps: Tensor, sizes: Tensor, tile: Tile, units: int) -> Iterator[str]:
+def lines(stamps: Tensor, sizes: Tensor, units: int) -> Iterator[str]:
     """Means over programs."""
     t0, t1, t2, t3, sm = stamps.long().unbind(1)
     start, loop, end = (float(x.double().mean()) for x in (t1 - t0, t2 - t1, t3 - t2))
@@ -99,7 +98,7 @@ def lines(stamps: Tensor, sizes: Tensor, tile: Tile, units: int) -> Iterator[str
     for size in rows.unique().tolist():
         mine = rows == size
         each = float((t2 - t1)[mine].double().mean()) / units
-        ideal = 2.0 * size * tile.warps  # of one program alone
+        ideal = 16.0 * size
         yield (
             f"  {size:3d} rows, {int(mine.sum()):4d} programs: {each:6.0f} clocks a unit, {each / ideal:.2f} x ideal; "
             f"end {float((t3 - t2)[mine].double().mean()):.0f}"
@@ -108,40 +107,39 @@ def lines(stamps: Tensor, sizes: Tensor, tile: Tile, units: int) -> Iterator[str
     for one in sm.unique():
         here = (sm == one).nonzero().flatten()
         here = here[t0[here].argsort()]
-        step = 8 // tile.warps  # programs beside one another
-        gaps.append((t0[here][step:] - t3[here].sort().values[:-step]).double().mean())
+        gaps.append((t0[here][1:] - t3[here][:-1]).double().mean())
         busy.append((t3[here].max() - t0[here].min()).double())
     took = torch.stack(busy)
     yield f"  between programs {float(torch.stack(gaps).mean()):.0f}; a multiprocessor's whole {took.mean():.0f}, "
-    yield f"  the longest {took.max():.0f}; ideal of all {float((2.0 * rows * tile.warps).sum()) * units / 132:.0f}"
+    yield f"  the longest {took.max():.0f}; ideal of all {float((16.0 * rows).sum()) * units / 132:.0f}"
 
 
-def compile_one(tile: Tile, is_first: bool) -> str:
+def compile_one(is_first: bool) -> str:
     """In a worker: run once, so that it lies in the cache."""
     try:
-        launch(tile, is_first, unwritten(DEVICE), case("16352 rows", DEVICE).ids)
+        launch(is_first, unwritten(DEVICE), case("16352 rows", DEVICE).ids)
     except Exception as error:  # noqa: BLE001 - a report of any failure is the purpose
         return f"{type(error).__name__}: {str(error)[:200]}"
     return ""
 
 
 def measure(seconds: float) -> None:
-    begun, jobs = time.monotonic(), [(tile, is_first) for tile in FORMS for is_first in (True, False)]
+    begun, jobs = time.monotonic(), (True, False)
     with ProcessPoolExecutor(len(jobs), mp_context=get_context("spawn"), max_tasks_per_child=1) as pool:
-        wrong = list(pool.map(compile_one, *zip(*jobs, strict=True)))
+        wrong = list(pool.map(compile_one, jobs))
     print(f"compiled at {time.monotonic() - begun:.0f} s", flush=True)
     experts, ids = unwritten(DEVICE), case("16352 rows", DEVICE).ids
     for scale in (experts.first_scale, experts.second_scale):
         scale.fill_(120)
     for one in (experts.first_packed, experts.second_packed):
         one.random_(0, 256)
-    for (tile, is_first), why in zip(jobs, wrong, strict=True):
-        name = f"{'first' if is_first else 'second'}, {tile.warps} warps, {tile.stages} stages"
+    for is_first, why in zip(jobs, wrong, strict=True):
+        name = "first" if is_first else "second"
         if why or time.monotonic() - begun > seconds:
             print(f"{name}: {why or 'time is up'}", flush=True)
             continue
         units = padded(LATENT if is_first else INNER) // UNIT
-        print(f"{name}: " + "\n".join(lines(*launch(tile, is_first, experts, ids), tile, units)), flush=True)
+        print(f"{name}: " + "\n".join(lines(*launch(is_first, experts, ids), units)), flush=True)
 
 
 def dry() -> int:
@@ -150,15 +148,14 @@ def dry() -> int:
 
     from scripts.gpu.compile_experts import HOPPER, options_of, slab_source
 
-    for tile in FORMS:
-        for is_first in (True, False):
-            source: Any = slab_source(tile, is_first, is_rounded=False)
-            names = source.fn.arg_names
-            source.constants[(names.index("TEXT"),)] = stamped(tile, is_first)
-            built: Any = triton.compile(source, target=HOPPER, options=options_of(tile))
-            print(tile.warps, tile.stages, is_first, built.metadata.shared, built.asm["ptx"].count("%smid"))
+    for is_first in (True, False):
+        source: Any = slab_source(is_first, is_rounded=False)
+        names = source.fn.arg_names
+        source.constants[(names.index("TEXT"),)] = stamped(is_first)
+        built: Any = triton.compile(source, target=HOPPER, options=options_of(MANY))
+        print(is_first, built.metadata.shared, built.asm["ptx"].count("%smid"))
     stamps = torch.tensor([[100 * i, 100 * i + 20, 100 * i + 80, 100 * i + 95, i % 3] for i in range(12)])
-    print("\n".join(lines(stamps, torch.arange(1, 13), SLABS, 28)))
+    print("\n".join(lines(stamps, torch.arange(1, 13), 28)))
     return 0
 
 

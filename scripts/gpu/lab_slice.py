@@ -27,11 +27,12 @@ from baltoro.kernels.linear import fast
 
 # (name, rows of the weight, width): the products of one decode step of the slice
 PRODUCTS = (
-    ("KDA in", 6284, 7168), ("KDA f_b", 1536, 128), ("KDA/MLA out", 7168, 1536), ("MLA in", 3648, 7168),
+    ("KDA in", 6288, 7168), ("KDA f_b", 1536, 128), ("KDA/MLA out", 7168, 1536), ("MLA in", 3648, 7168),
     ("MLA q_b", 2304, 1536), ("router, down, shared", 6016, 7168), ("latent up", 7168, 3584),
     ("shared down", 7168, 768),
 )  # fmt: skip
-ROWS = (1, 2, 4, 8, 16, 32, 64)
+ROWS = (1, 2, 4, 8, 16, 32, 64, 256, 4096)
+THIN = 64  # rows up to which our own kernels are tried
 
 
 def say(text: str) -> None:
@@ -104,8 +105,8 @@ def products(found: Ceilings, until: float) -> list[dict[str, Any]]:
     for name, out, width in PRODUCTS:
         copies = max(2, min(24, (160 << 20) // (2 * out * width)))
         weights = [torch.randn(out, width, device="cuda", dtype=torch.bfloat16) * 0.02 for _ in range(copies)]
-        floor = found.floor_us(2 * out * width)
         for rows in ROWS:
+            floor = found.floor_us(2 * out * width, 2.0 * rows * out * width)
             if time.perf_counter() > until:
                 return made
             x = torch.randn(rows, width, device="cuda", dtype=torch.bfloat16)
@@ -113,7 +114,8 @@ def products(found: Ceilings, until: float) -> list[dict[str, Any]]:
             ways: dict[str, Callable[[torch.Tensor], object]] = {"cuBLAS": partial(F.linear, x)}
             if rows == 1:
                 ways["one row"] = lambda w, x=x, y=y: fast.few_rows(x, w, y, y, 0)
-            ways["thin"] = lambda w, x=x, y=y: fast.many_rows(x, w, y, y, 0)
+            if rows <= THIN:
+                ways["thin"] = lambda w, x=x, y=y: fast.many_rows(x, w, y, y, 0)
             times: dict[str, float] = {}
             for way, launch in ways.items():
                 try:

@@ -73,7 +73,7 @@ class Tile:
         return Tile(self.tensor[int(place)])
 
 
-def load(at: Pointer, mask: Any = True, other: float = 0.0) -> Tensor:
+def load(at: Pointer, mask: Any = True, other: float = 0.0, cache_modifier: str = "") -> Tensor:
     places, live = torch.broadcast_tensors(at.places, torch.as_tensor(mask))
     found = at.flat[torch.where(live, places, 0)]
     return torch.where(live, found, torch.as_tensor(other, dtype=found.dtype))
@@ -194,7 +194,7 @@ def jit(function: Any = None, **_: Any) -> Any:
 
 def language(program: list[int], programs: list[int]) -> SimpleNamespace:
     """What kernels call `gl`."""
-    names = ("float16", "float32", "bfloat16", "int32", "int64", "exp", "sqrt", "zeros_like", "log2")
+    names = ("float16", "float32", "bfloat16", "int32", "int64", "uint8", "exp", "sqrt", "zeros_like", "log2")
     found = {name: getattr(torch, name) for name in names} | dict.fromkeys(LAYOUTS, nothing)
     found |= {
         "constexpr": lambda x: x, "static_range": range, "load": load, "store": store, "where": where,

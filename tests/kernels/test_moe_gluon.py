@@ -21,7 +21,7 @@ from baltoro.kernels.moe.tiles import tile_table
 from baltoro.kernels.quant import mxfp8
 from tests.kernels.gluon_by_torch import kernels
 
-FILE = Path(gluon_launch.__file__).parent / "gluon_groups.py"
+FILE = Path(gluon_launch.__file__).parent / "gluon_parts.py"
 TEXT = FILE.with_name("weave_text.py")
 
 
@@ -33,15 +33,17 @@ def experts(num: int, width: int, hidden: int) -> ExpertWeights:
     return ExpertWeights(w1=matrix(hidden, width), w3=matrix(hidden, width), w2=matrix(width, hidden))
 
 
+@pytest.mark.parametrize("pieces", [1, 2])
 @pytest.mark.parametrize(("rows", "more", "stages"), [(16, 0, 2), (8, 8, 3), (8, 8, 2)])
-def test_grouped_product(rows: int, more: int, stages: int) -> None:
+def test_grouped_product(rows: int, more: int, stages: int, pieces: int) -> None:
+    """pieces: of the ring's blocks."""
     torch.manual_seed(0)
     width, inner, num, active = 288, 160, 3, 2
     z, bytes_ = torch.randn(11, width).bfloat16(), experts(num, width, inner)
     ids, weights = torch.rand(11, num).topk(active).indices, torch.rand(11, active)
     order, table = tile_table(ids, num, rows + more)
     tiles = permute_experts(bytes_)
-    kernel = kernels(FILE, others=(TEXT,))["grouped_kernel"]
+    ring = kernels(FILE.with_name("gluon_ring.py"), others=(TEXT, FILE))["ring_kernel"]
 
     def put_in_order(x: Tensor, columns: int) -> Tensor:
         column = torch.arange(columns)
@@ -51,13 +53,13 @@ def test_grouped_product(rows: int, more: int, stages: int) -> None:
         return out
 
     def launch(x: Tensor, packed: Tensor, scale: Tensor, out: Tensor, num_rows: int, is_first: bool) -> None:
-        grid = (num_rows // 128, table.shape[1])
-        boxes = x.unflatten(1, (-1, 64)).transpose(0, 1)
-        kernel(
-            grid, boxes, boxes, table, order, packed.view(torch.int32).flatten(), scale.flatten(), out, num,
-            x.shape[1] // UNIT, num_rows // 8, out.shape[1], 4.0, 25.0, rows, more, 128, 8, stages,
-            1 if is_first else 0, is_first, is_first,
-        )  # fmt: skip
+        boxes, units = x.unflatten(1, (-1, 64)).transpose(0, 1), x.shape[1] // UNIT
+        sizes = (num, units, num_rows // 8, out.shape[1], 4.0, 25.0, rows, more)
+        kind = (1 if is_first else 0, is_first, is_first)
+        words = packed.view(torch.int32)
+        grid = (num_rows // (128 * pieces), table.shape[1])
+        words, scales = words.reshape(-1, units * 4, 32), scale.reshape(-1, units * 32)
+        ring(grid, words, scales, boxes, boxes, table, order, out, *sizes, 8, pieces, stages, *kind, True)
 
     hidden = torch.full((22, 256), float("nan")).bfloat16()
     x = put_in_order(z[order // active], width)
@@ -70,13 +72,14 @@ def test_grouped_product(rows: int, more: int, stages: int) -> None:
     assert float((got.double() - expected).norm() / expected.norm()) < 5e-3
 
 
+@pytest.mark.parametrize("rows", [8, 16, 32])
 @pytest.mark.parametrize(("warps", "width", "is_rounded"), [(1, 288, False), (2, 256, False), (4, 288, True)])
-def test_product_of_few_rows(warps: int, width: int, is_rounded: bool) -> None:
+def test_product_of_few_rows(warps: int, width: int, is_rounded: bool, rows: int) -> None:
     torch.manual_seed(0)
     inner, num, active = 160, 3, 2
     z, bytes_ = torch.randn(11, width).bfloat16(), experts(num, width, inner)
     ids, weights = torch.rand(11, num).topk(active).indices, torch.rand(11, active)
-    order, table = tile_table(ids, num, 8)
+    order, table = tile_table(ids, num, rows)
     tiles = permute_experts(bytes_)
     kernel = kernels(FILE.parent / "gluon_few.py", others=(TEXT, FILE))["few_kernel"]
 
@@ -84,8 +87,8 @@ def test_product_of_few_rows(warps: int, width: int, is_rounded: bool) -> None:
         kernel(
             (num_rows // (64 * warps), table.shape[1]), x, table, order, one.packed.view(torch.int32).flatten(),
             one.scale.flatten(), out, num, active, -(-x.shape[1] // UNIT), num_rows // 8, x.shape[1], x.shape[1],
-            out.shape[1], 4.0, 25.0, warps, int(is_first), is_first, x.shape[1] % UNIT == 0, is_rounded and is_first,
-            False,
+            out.shape[1], 4.0, 25.0, rows, warps, int(is_first), is_first, x.shape[1] % UNIT == 0,
+            is_rounded and is_first, False, "",
         )  # fmt: skip
 
     hidden = torch.full((22, 256), float("nan")).bfloat16()

@@ -15,6 +15,7 @@ from baltoro.kernels.moe import fast_experts, fast_route, tile_experts, tile_ord
 from baltoro.kernels.moe.experts import grouped
 from baltoro.kernels.moe.permute import permute_experts
 from baltoro.kernels.moe.reference import route, silu_glu, situ_glu
+from baltoro.kernels.moe.tile_experts import Plan, Tile
 from baltoro.kernels.moe.tiles import tile_table
 from baltoro.kernels.quant import mxfp8
 from tests.kernels.tolerances import TOLERANCES
@@ -74,12 +75,9 @@ def test_experts(tokens: int, active: int, is_permuted: bool, dtype: torch.dtype
 
 SITU = partial(situ_glu, beta=4.0, linear_beta=25.0)
 TURNED = replace(tile_experts.PAIRS.second, split=1, spread=True, signal=3)
-
-
 MANY, FEW = tile_experts.MANY, tile_experts.FEW
-OTHERS = (replace(MANY, rows=128, more=0), replace(FEW, block=64, warps=1), TURNED)
-SLABS = tuple(replace(MANY, slabs=True, warps=warps, stages=stages) for warps, stages in ((8, 5), (4, 2)))
-IN_TRITON = (replace(MANY, piped=False), replace(FEW, few=False))
+IN_TRITON = (replace(MANY, slabs=False), replace(FEW, few=False))
+OTHERS = (*IN_TRITON, replace(FEW, block=64, warps=1), TURNED)
 
 
 @pytest.mark.parametrize(
@@ -87,10 +85,10 @@ IN_TRITON = (replace(MANY, piped=False), replace(FEW, few=False))
     [
         tile_experts.PAIRS,
         *(plan for _, plan in tile_experts.GROUPS),
-        *(tile_experts.Plan(tile, tile) for tile in (*OTHERS, *SLABS, *IN_TRITON)),
+        *(Plan(tile, tile) for tile in OTHERS),
     ],
 )
-def test_every_plan_of_permuted_experts_for_few_and_many_rows(plan: tile_experts.Plan) -> None:
+def test_every_plan_of_permuted_experts_for_few_and_many_rows(plan: Plan) -> None:
     weights = resident_experts("cuda", num=6, width=608, inner=352)
     permuted, activation = permute_experts(weights), partial(situ_glu, beta=4.0, linear_beta=25.0)
     for tokens in (1, 9, 300, 2100):
@@ -104,6 +102,56 @@ def test_every_plan_of_permuted_experts_for_few_and_many_rows(plan: tile_experts
         assert 1e-3 < gap(out, expected) < TOLERANCES["expert_product_w4a8"]["bfloat16"]
 
 
+SMALL = Tile(16, 0, 128, 2, 1, few=True)
+RING = Tile(32, 0, 256, 8, 4, 128, ring=True)
+RAGGED = (0, 1, 7, 8, 9, 15, 16, 17, 31, 32, 33, 40)
+
+
+@pytest.mark.parametrize("changes", [
+    {"rows": 8}, {"rows": 16}, {"rows": 32, "block": 64, "warps": 1}, {"block": 256, "warps": 4, "around": True},
+])  # fmt: skip
+def test_ragged_rows_of_few(changes: dict[str, int]) -> None:
+    ragged(replace(SMALL, **changes))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("changes", [
+    {"rows": 16}, {}, {"rows": 64, "stages": 3}, {"more": 16, "stages": 3}, {"rows": 16, "more": 8, "stages": 2},
+    {"block": 128, "stages": 6}, {"block": 128, "warps": 4, "stages": 6}, {"block": 64, "warps": 4, "more": 16},
+])  # fmt: skip
+def test_ragged_rows_of_the_ring(changes: dict[str, int]) -> None:
+    ragged(replace(RING, **changes))  # type: ignore[arg-type]
+
+
+# a tile of slabs has as many rows as its expert, up to 160
+COUNTS = (0, 1, 7, 8, 9, 15, 16, 17, 0, 64, 65, 80, 81, 127, 128, 129, 144, 145, 152, 153, 160, 161, 192, 193, 255, 256,
+          257, 300, 320, 321, 513, 0)  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", [0, 1, 2])
+def test_ragged_rows_of_slabs(kind: int) -> None:
+    ragged(MANY, COUNTS, kind)
+
+
+def ragged(tile: Tile, numbers: tuple[int, ...] = RAGGED, kind: int = 1) -> None:
+    """Experts with these numbers of rows."""
+    weights = resident_experts("cuda", num=len(numbers), width=608, inner=352)
+    permuted = permute_experts(weights)
+    activation = (silu_glu, SITU, partial(situ_glu, beta=4.0, linear_beta=None))[kind]
+    ids = torch.repeat_interleave(torch.arange(len(numbers)), torch.tensor(numbers))
+    ids = ids[torch.randperm(len(ids))].cuda()[:, None]
+    z, shares = torch.randn(len(ids), 608, device="cuda").bfloat16(), torch.rand(len(ids), 1, device="cuda") + 0.5
+    expected = grouped(z.double(), ids, shares.double(), weights, activation=activation)
+    run = partial(tile_experts.run, z, ids, shares, permuted, (kind, 4.0, 25.0), Plan(tile, tile), is_pairs=False)
+    out = run()
+    errors = (out.double() - expected).norm(dim=1) / expected.norm(dim=1)
+    assert errors.max() < 2 * TOLERANCES["expert_product_grouped"]["bfloat16"]
+    assert all(torch.equal(run(), out) for _ in range(20))
+    if kind == 1:
+        rounded = run(fake_activations=True)
+        assert 1e-3 < gap(rounded, expected) < TOLERANCES["expert_product_w4a8"]["bfloat16"]
+        assert torch.equal(run(fake_activations=True), rounded)
+
+
 @pytest.mark.parametrize("split", [1, 2, 3])
 @pytest.mark.parametrize("tokens", [1, 4])
 def test_pairs_are_added_up_by_the_last_program_always_in_the_same_order(tokens: int, split: int) -> None:
@@ -111,7 +159,7 @@ def test_pairs_are_added_up_by_the_last_program_always_in_the_same_order(tokens:
     tiled, activation = permute_experts(weights), partial(situ_glu, beta=4.0, linear_beta=25.0)
     z, shares = torch.randn(tokens, 1408, device="cuda").bfloat16(), torch.rand(tokens, 16, device="cuda")
     ids = torch.rand(tokens, 24, device="cuda").topk(16).indices
-    plan = tile_experts.Plan(tile_experts.PAIRS.first, replace(tile_experts.PAIRS.second, split=split))
+    plan = Plan(tile_experts.PAIRS.first, replace(tile_experts.PAIRS.second, split=split))
     run = partial(tile_experts.run, z, ids, shares, tiled, (1, 4.0, 25.0), plan, is_pairs=True)
     expected = grouped(z.double(), ids, shares.double(), weights, activation=activation)
     out = run()
@@ -123,30 +171,6 @@ def test_pairs_are_added_up_by_the_last_program_always_in_the_same_order(tokens:
         captured.zero_()
         graph.replay()
         assert torch.equal(captured, out) and torch.equal(run(), out)
-
-
-# a tile of slabs has as many rows as its expert, up to 160
-COUNTS = (0, 1, 7, 8, 9, 15, 16, 17, 0, 64, 65, 80, 81, 127, 128, 129, 144, 145, 152, 153, 160, 161, 192, 193, 255, 256,
-          257, 300, 320, 321, 513, 0)  # fmt: skip
-
-
-@pytest.mark.parametrize(("tile", "kind"), [(SLABS[0], 0), (SLABS[0], 1), (SLABS[0], 2), (SLABS[1], 1)])
-def test_experts_of_any_number_of_rows(tile: tile_experts.Tile, kind: int) -> None:
-    weights = resident_experts("cuda", num=len(COUNTS), width=608, inner=352)
-    permuted, counts = permute_experts(weights), torch.tensor(COUNTS)
-    ids = torch.arange(len(COUNTS)).repeat_interleave(counts)[torch.randperm(sum(COUNTS))][:, None].cuda()
-    z, shares = torch.randn(len(ids), 608, device="cuda").bfloat16(), torch.rand(len(ids), 1, device="cuda") + 0.5
-    activation = (silu_glu, SITU, partial(situ_glu, beta=4.0, linear_beta=None))[kind]
-    expected = grouped(z.double(), ids, shares.double(), weights, activation=activation)
-    run = partial(
-        tile_experts.run, z, ids, shares, permuted, (kind, 4.0, 25.0), tile_experts.Plan(tile, tile), is_pairs=False
-    )
-    out = run()
-    errors = (out.double() - expected).norm(dim=1) / expected.norm(dim=1)
-    assert errors.max() < 2 * TOLERANCES["expert_product_grouped"]["bfloat16"]
-    assert all(torch.equal(run(), out) for _ in range(20))
-    if kind == 1:
-        assert 1e-3 < gap(run(fake_activations=True), expected) < TOLERANCES["expert_product_w4a8"]["bfloat16"]
 
 
 @pytest.mark.parametrize("align", [1, 8])

@@ -27,7 +27,7 @@ def mixed(num: int, width: int, pending: str, *, has_norm: bool) -> tuple[Tensor
     wide = (1 << (width - 1).bit_length()) // 128
     kernels(ROOT / "attnres/cluster_kernels.py")["cluster_mix_kernel"](
         (2,), bank, prefix, update, query, gain, total, out, bank.stride(0), bank.stride(1), EPS, NORM_EPS,
-        num, width, 2, 2, wide, None, *text, prefix is not None, update is not None, has_norm, True,
+        num, width, 2, 2, wide, None, *text, prefix is not None, update is not None, has_norm, True, True,
     )  # fmt: skip
     exact = [None if x is None else x.double() for x in (bank, prefix, update, query)]
     if not has_norm:
@@ -62,7 +62,23 @@ def picks(logits: Tensor, bias: Tensor, top_k: int, groups: int, wide: int) -> t
     launch = kernels(ROOT / "moe/gluon_route.py")["select_kernel"]
     layouts = (None, None)
     launch(
-        (tokens,), logits, bias, ids, weights, counts, experts, 2.5, top_k, 16, groups, wide, *layouts, True, True, True
+        (tokens,),
+        logits,
+        bias,
+        ids,
+        weights,
+        counts,
+        experts,
+        2.5,
+        top_k,
+        16,
+        groups,
+        wide,
+        *layouts,
+        True,
+        True,
+        True,
+        True,
     )
     return ids, weights, counts
 

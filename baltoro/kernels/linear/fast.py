@@ -46,7 +46,8 @@ class Tiles:
 def choose_tiles(num_rows: int) -> Tiles:
     """By the number of rows of x; set by scripts/gpu/lab_mla.py on an H200 for 4480 x 7168 (router + latent down)."""
     if num_rows == 1:
-        return Tiles(1, 2, 1024, 7, 4)  # 14 kB of weight a step of 7 in flight, 10 programs a processor
+        # whole rows, asked for before the kernel in front has ended: K3's rank slice in 216 us, 233 in steps of 1024
+        return Tiles(1, 2, 8192, 1, 4)
     if num_rows <= THIN_ROWS:
         return Tiles(8 if num_rows <= 8 else 16, 16, 256, 5, 2)  # 280 programs, all at once, 32 kB under way in each
     return Tiles(64, 64, 64, 5, 4)  # 82 kB: two programs a processor

@@ -17,10 +17,9 @@ from baltoro.kernels.moe import reference
 # Experts of one group: 4 a lane of a warp, what one load of 16 bytes brings.
 WIDTH = 128
 MAX_WARPS = 16
-
-
 SLOTS = 16
 """Of a group in the Hopper form, which takes more than half as many picks, and from 2 to 16 groups."""
+LETS_GO = True
 
 
 def choose_wide(num_tokens: int) -> int:
@@ -121,6 +120,7 @@ def _select_on_hopper(
         logits.contiguous(), bias.float().contiguous(), ids, weights, ids if counts is None else counts,
         num_experts, float(options["scaling"]),
         TOP=top_k, SLOTS=SLOTS, GROUPS=groups, WIDE=wide, EXPERTS=experts, PAIRS=pairs,
-        IS_RENORMALISED=bool(options["is_renormalised"]) and top_k > 1, HAS_COUNTS=counts is not None, PDL=True,
+        IS_RENORMALISED=bool(options["is_renormalised"]) and top_k > 1, HAS_COUNTS=counts is not None, LETS_GO=LETS_GO,
+        PDL=True,
         num_warps=groups, launch_pdl=True,
     )  # fmt: skip

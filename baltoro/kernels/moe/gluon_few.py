@@ -2,12 +2,12 @@
 # mypy: disable-error-code="assignment"
 """Grouped products with tiled MXFP4 weights for few rows an expert, in Gluon: no shared memory and no barrier.
 
-As `tile_kernels.first_product` and `second_of_groups` in tiles of eight rows. A thread of mma.sync holds a block of 32
-columns of its rows of weights, and, columns in the order of `tile_moves.arrange` for runs of two, the same block of its
-row of the inputs: both come from memory as they lie, 16 bytes at a time, into the registers that the instruction reads.
-A warp has 64 rows of weights, four tiles of 16: as soon as one is converted, its next words are asked for in the same
-registers, so that three quarters of a unit or more are always on their way. Per unit of 128 x 128 weights Triton's form
-has 596 instructions for two warps, of which 61 put the inputs' registers in pairs and 32 pass shared memory.
+As `tile_kernels.first_product` and `second_of_groups` in tiles of N rows, 8 to 32. A thread of mma.sync holds a block
+of 32 columns of its rows of weights, and, columns in the order of `tile_moves.arrange` for runs of two, the same block
+of its row of the inputs: both come from memory as they lie, 16 bytes at a time, into the registers that the instruction
+reads. A warp has 64 rows of weights, four tiles of 16: as soon as one is converted, its next words are asked for in the
+same registers, so that three quarters of a unit or more are always on their way. Per unit of 128 x 128 weights Triton's
+form has 596 instructions for two warps, of which 61 put the inputs' registers in pairs and 32 pass shared memory.
 The interpreter does not know Gluon. Launched by `tile_experts`; needs triton.
 """
 
@@ -18,16 +18,15 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from baltoro.kernels.moe.gluon_groups import FIRST, SECOND, activated, half_unit
-
-N: gl.constexpr = gl.constexpr(8)
+from baltoro.kernels.moe.gluon_parts import FIRST, SECOND, activated, half_unit
 
 
 @gluon.jit
 def columns_of(
-    x, row, unit, half: gl.constexpr, width, INPUTS: gl.constexpr, B: gl.constexpr, IS_WHOLE: gl.constexpr
+    x, row, unit, half: gl.constexpr, width, N: gl.constexpr, INPUTS: gl.constexpr, B: gl.constexpr,
+    IS_WHOLE: gl.constexpr,
 ):  # fmt: skip
-    """Halves of a unit's four blocks of eight rows, [8, 64] -> [64, 8] in the order of the positions."""
+    """Halves of a unit's four blocks of N rows, [N, 64] -> [64, N] in the order of the positions."""
     place = gl.arange(0, 64, gl.SliceLayout(0, INPUTS))
     column = unit * 128 + (place // 16 * 32 + half * 16 + place % 16)
     if IS_WHOLE:
@@ -40,14 +39,15 @@ def columns_of(
 
 
 @gluon.jit
-def asked(words, scales, words_at, scale_at, num_units, m: gl.constexpr):
-    """Words and scale bytes of a unit's tile m, 16 rows a warp."""
-    return gl.load(words + (words_at + m * num_units * 256)), gl.load(scales + (scale_at + m * num_units * 64))
+def asked(words, scales, words_at, scale_at, num_units, m: gl.constexpr, HOW: gl.constexpr):
+    """Words and scale bytes of a unit's tile m, 16 rows a warp. HOW: cache modifier of the words."""
+    byte = gl.load(scales + (scale_at + m * num_units * 64))
+    return gl.load(words + (words_at + m * num_units * 256), cache_modifier=HOW), byte
 
 
 @gluon.jit
 def step(words, scale, low_x, high_x, sums, ROWS: gl.constexpr, A: gl.constexpr):
-    """sums [ROWS, 8] += a unit of 16 rows a warp, converted."""
+    """sums [ROWS, N] += a unit of 16 rows a warp, converted."""
     factor = gl.minimum(scale.to(gl.int32) + 94, 255) << 7
     factor = factor | factor << 16
     one, two = gl.split(gl.reshape(words, [ROWS, 8, 2]))
@@ -58,15 +58,15 @@ def step(words, scale, low_x, high_x, sums, ROWS: gl.constexpr, A: gl.constexpr)
 
 
 @gluon.jit
-def hidden_of(sums, beta, linear_beta, WARPS: gl.constexpr, KIND: gl.constexpr):
-    """Rows 8 of the gate, 8 up -> [WARPS, 8, 8] of `hidden`: warp, column, row of the inputs."""
+def hidden_of(sums, beta, linear_beta, N: gl.constexpr, WARPS: gl.constexpr, KIND: gl.constexpr):
+    """Rows 8 of the gate, 8 up -> [WARPS, 8, N] of `hidden`: warp, column, row of the inputs."""
     gate, up = gl.split(gl.permute(gl.reshape(sums, [WARPS, 2, 8, N]), [0, 2, 3, 1]))
     return activated(gate * 4294967296.0, up * 4294967296.0, beta, linear_beta, KIND)
 
 
 @gluon.jit
 def largest_of(value):
-    """[WARPS, 8 columns, 8] -> [WARPS, 8]."""
+    """[WARPS, 8 columns, N] -> [WARPS, N]."""
     return gl.max(gl.abs(value), axis=1)
 
 
@@ -86,25 +86,25 @@ def rounded(x, largest):
 
 @gluon.jit
 def store(value, out, place, live, column, width):
-    """value [columns, 8] to out[place of the row, column], rows that are `live`."""
+    """value [columns, N] to out[place of the row, column], rows that are `live`."""
     at = out + (place[None, :] * width + column[:, None])
     gl.store(at, value.to(out.dtype.element_ty), mask=(live > 0)[None, :] & (column < width)[:, None])
 
 
 @gluon.jit
 def leave(
-    sums, out, order, block, first, end, width, beta, linear_beta, WARPS: gl.constexpr, KIND: gl.constexpr,
-    IS_FIRST: gl.constexpr, IS_ROUNDED: gl.constexpr, SUMS: gl.constexpr,
+    sums, out, order, block, first, end, width, beta, linear_beta, N: gl.constexpr, WARPS: gl.constexpr,
+    KIND: gl.constexpr, IS_FIRST: gl.constexpr, IS_ROUNDED: gl.constexpr, SUMS: gl.constexpr,
 ):  # fmt: skip
-    """Four tiles of sums [16 WARPS, 8] to their rows of `out`, activated, or to where the pairs are."""
+    """Four tiles of sums [16 WARPS, N] to their rows of `out`, activated, or to where the pairs are."""
     if IS_FIRST:
         out0, out1 = (
-            hidden_of(sums[0], beta, linear_beta, WARPS, KIND),
-            hidden_of(sums[1], beta, linear_beta, WARPS, KIND),
+            hidden_of(sums[0], beta, linear_beta, N, WARPS, KIND),
+            hidden_of(sums[1], beta, linear_beta, N, WARPS, KIND),
         )
         out2, out3 = (
-            hidden_of(sums[2], beta, linear_beta, WARPS, KIND),
-            hidden_of(sums[3], beta, linear_beta, WARPS, KIND),
+            hidden_of(sums[2], beta, linear_beta, N, WARPS, KIND),
+            hidden_of(sums[3], beta, linear_beta, N, WARPS, KIND),
         )
         if IS_ROUNDED:  # 32 columns are a warp's
             largest = gl.maximum(largest_of(out0), largest_of(out1))
@@ -133,12 +133,12 @@ def leave(
 def few_kernel(
     x_ptr, table_ptr, order_ptr, packed_ptr, scales_ptr, out_ptr,
     num_experts, num_active, num_units, num_row_tiles, stride, x_width, width, beta, linear_beta,
-    WARPS: gl.constexpr, KIND: gl.constexpr, IS_FIRST: gl.constexpr, IS_WHOLE: gl.constexpr, IS_ROUNDED: gl.constexpr,
-    PDL: gl.constexpr,
+    N: gl.constexpr, WARPS: gl.constexpr, KIND: gl.constexpr, IS_FIRST: gl.constexpr, IS_WHOLE: gl.constexpr,
+    IS_ROUNDED: gl.constexpr, PDL: gl.constexpr, HOW: gl.constexpr,
 ):  # fmt: skip
-    """out [pairs, width]; grid (blocks of 64 WARPS weight rows, tiles of eight rows). IS_FIRST: hidden of x [tokens,
-    x_width], rows `stride` apart; IS_ROUNDED: through MXFP8. Otherwise parts, in the order of the pairs, of x = hidden.
-    """
+    """out [pairs, width]; grid (blocks of 64 WARPS weight rows, tiles of N rows: 8, 16, 32). IS_FIRST: hidden of x
+    [tokens, x_width], rows `stride` apart; IS_ROUNDED: through MXFP8. Otherwise parts, in the order of the pairs, of
+    x = hidden."""
     if PDL and IS_FIRST:
         gdc_launch_dependents()
     ROWS: gl.constexpr = 16 * WARPS
@@ -153,8 +153,11 @@ def few_kernel(
     BYTES: gl.constexpr = gl.DistributedLinearLayout(
         [[8, 0]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], W, [], [ROWS, 4]
     )
+    RUN: gl.constexpr = [[0, 1], [0, 2], [0, 4], [0, 8]]
+    TWO: gl.constexpr = [[0, 1], [0, 2], [0, 4], [0, 8], [8, 0]]
+    FOUR: gl.constexpr = [[0, 1], [0, 2], [0, 4], [0, 8], [8, 0], [16, 0]]
     INPUTS: gl.constexpr = gl.DistributedLinearLayout(
-        [[0, 1], [0, 2], [0, 4], [0, 8]], [[0, 16], [0, 32], [1, 0], [2, 0], [4, 0]], NONE, [], [N, 64]
+        RUN if N == 8 else (TWO if N == 16 else FOUR), [[0, 16], [0, 32], [1, 0], [2, 0], [4, 0]], NONE, [], [N, 64]
     )
     block, tile = gl.program_id(0), gl.program_id(1)
     expert = gl.load(table_ptr + tile).to(gl.int64)
@@ -169,10 +172,10 @@ def few_kernel(
     scale_at = ((i // 16 * 8 + i % 16 // 8) * num_units * 32 + i % 8 * 4)[:, None] + byte[None, :]
     start = (expert * num_row_tiles + block * (8 * WARPS)) * num_units
     w, s = packed_ptr + start * 128, scales_ptr + start * 32
-    words0, scale0 = asked(w, s, words_at, scale_at, num_units, 0)
-    words1, scale1 = asked(w, s, words_at, scale_at, num_units, 1)
-    words2, scale2 = asked(w, s, words_at, scale_at, num_units, 2)
-    words3, scale3 = asked(w, s, words_at, scale_at, num_units, 3)
+    words0, scale0 = asked(w, s, words_at, scale_at, num_units, 0, HOW)
+    words1, scale1 = asked(w, s, words_at, scale_at, num_units, 1, HOW)
+    words2, scale2 = asked(w, s, words_at, scale_at, num_units, 2, HOW)
+    words3, scale3 = asked(w, s, words_at, scale_at, num_units, 3, HOW)
     if PDL and not IS_FIRST:
         gdc_wait()
     place = first + gl.arange(0, N, gl.SliceLayout(1, INPUTS))
@@ -185,19 +188,19 @@ def few_kernel(
     sums2, sums3 = gl.zeros([ROWS, N], gl.float32, SUMS), gl.zeros([ROWS, N], gl.float32, SUMS)
     gl.assume(num_units > 0)
     for unit in range(num_units):
-        low = columns_of(x_ptr, row, unit, 0, x_width, INPUTS, B, IS_WHOLE)
-        high = columns_of(x_ptr, row, unit, 1, x_width, INPUTS, B, IS_WHOLE)
+        low = columns_of(x_ptr, row, unit, 0, x_width, N, INPUTS, B, IS_WHOLE)
+        high = columns_of(x_ptr, row, unit, 1, x_width, N, INPUTS, B, IS_WHOLE)
         following = gl.minimum(unit + 1, num_units - 1)
         w, s = packed_ptr + (start + following) * 128, scales_ptr + (start + following) * 32
         sums0 = step(words0, scale0, low, high, sums0, ROWS, A)
-        words0, scale0 = asked(w, s, words_at, scale_at, num_units, 0)
+        words0, scale0 = asked(w, s, words_at, scale_at, num_units, 0, HOW)
         sums1 = step(words1, scale1, low, high, sums1, ROWS, A)
-        words1, scale1 = asked(w, s, words_at, scale_at, num_units, 1)
+        words1, scale1 = asked(w, s, words_at, scale_at, num_units, 1, HOW)
         sums2 = step(words2, scale2, low, high, sums2, ROWS, A)
-        words2, scale2 = asked(w, s, words_at, scale_at, num_units, 2)
+        words2, scale2 = asked(w, s, words_at, scale_at, num_units, 2, HOW)
         sums3 = step(words3, scale3, low, high, sums3, ROWS, A)
-        words3, scale3 = asked(w, s, words_at, scale_at, num_units, 3)
+        words3, scale3 = asked(w, s, words_at, scale_at, num_units, 3, HOW)
     leave(
         (sums0, sums1, sums2, sums3), out_ptr, order_ptr, block, first, end, width, beta, linear_beta,
-        WARPS, KIND, IS_FIRST, IS_ROUNDED, SUMS,
+        N, WARPS, KIND, IS_FIRST, IS_ROUNDED, SUMS,
     )  # fmt: skip

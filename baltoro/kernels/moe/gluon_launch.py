@@ -1,5 +1,5 @@
-"""Launches of grouped products of tiled experts in Gluon, bf16: `gluon_groups` for many rows an expert, inputs put in
-order (`tile_order.arranged`, runs of two), and `gluon_few` for few, inputs as they are.
+"""Launches of grouped products of tiled experts in Gluon, bf16: `gluon_ring` for some rows an expert, inputs put in
+order (`tile_order.arranged`, runs of two), and `gluon_few` for few, inputs as they are. Many: `slabs`.
 """
 
 from __future__ import annotations
@@ -93,8 +93,8 @@ def few(
     gluon_few.few_kernel[(num_rows // (64 * tile.warps), table.shape[1])](
         x, table, order, tiles.packed.view(torch.int32), tiles.scale, out, len(tiles.packed), num_active,
         padded(x.shape[1]) // UNIT, num_rows // 8, x.shape[1], x.shape[1], width, *betas,
-        WARPS=tile.warps, KIND=kind, IS_FIRST=is_first, IS_WHOLE=x.shape[1] % UNIT == 0, IS_ROUNDED=is_rounded,
-        PDL=is_dependent, num_warps=tile.warps, **options,
+        N=tile.rows, WARPS=tile.warps, KIND=kind, IS_FIRST=is_first, IS_WHOLE=x.shape[1] % UNIT == 0,
+        IS_ROUNDED=is_rounded, PDL=is_dependent, HOW=".cg" if tile.around else "", num_warps=tile.warps, **options,
     )  # fmt: skip
     return out
 
@@ -112,16 +112,35 @@ def _launch(
     options: dict[str, Any],
 ) -> None:
     """Rows of weights of an expert, in blocks, by tiles of the table."""
-    from baltoro.kernels.moe import gluon_groups
+    from baltoro.kernels.moe import gluon_ring
 
-    bound = {"maxnreg": tile.registers} if tile.registers else {}
-    gluon_groups.grouped_kernel[(num_rows // tile.block, table.shape[1])](
-        *(_boxes(x, rows) for rows in (tile.rows, tile.more or tile.rows)),
-        table, order, packed.view(torch.int32), scales, out,
-        len(packed), x.shape[1] // UNIT, num_rows // 8, out.shape[1], *betas,
-        N1=tile.rows, N2=tile.more, BLOCK=tile.block, WARPS=tile.warps, STAGES=tile.stages,
-        num_warps=tile.warps, **options, **bound,
+    boxes = [_boxes(x, rows) for rows in (tile.rows, tile.more or tile.rows)]
+    grid, units, row_tiles = (num_rows // tile.block, table.shape[1]), x.shape[1] // UNIT, num_rows // 8
+    sizes = {"N1": tile.rows, "N2": tile.more, "WARPS": tile.warps, "STAGES": tile.stages, "num_warps": tile.warps}
+    options = options | sizes
+    options |= {"maxnreg": tile.registers} if tile.registers else {}
+    is_dependent = has_dependent_launch(x)
+    options |= {"launch_pdl": True} if is_dependent and not options["IS_FIRST"] else {}
+    gluon_ring.ring_kernel[grid](
+        *_weights(packed, scales, tile.block // 8), *boxes, table, order, out,
+        len(packed), units, row_tiles, out.shape[1], *betas,
+        PARTS=tile.block // (16 * tile.warps), PDL=is_dependent, **options,
     )  # fmt: skip
+
+
+def _weights(packed: Tensor, scales: Tensor, tiles: int) -> tuple[Any, Any]:
+    """For the copy engine: boxes of so many tiles of a unit, words [., 4 units, 32], which keeps what threads read from
+    the same banks apart, and scale bytes [., 32 units]."""
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    count, units = packed.shape[0] * packed.shape[1], packed.shape[2]
+    layouts = gl.NVMMASharedLayout(128, 32, 3), gl.NVMMASharedLayout(32, 8, 2)
+    words, four = packed.view(torch.int32), units * 4
+    return (
+        TensorDescriptor(words, [count, four, 32], [four * 32, 32, 1], [tiles, 4, 32], layouts[0]),
+        TensorDescriptor(scales, [count, units * 32], [units * 32, 1], [tiles, 32], layouts[1]),
+    )
 
 
 def _boxes(x: Tensor, rows: int) -> Any:

@@ -198,8 +198,8 @@ def _product(rows: int, block: str, half: int) -> list[str]:
     return [*lines, "wgmma.commit_group.sync.aligned;", "wgmma.wait_group.sync.aligned 1;"]
 
 
-def _waited(label: str, bell: str, phase: str) -> list[str]:
-    return [f"{label}:", f"mbarrier.try_wait.parity.shared::cta.b64 p, [{bell}], {phase};", f"@!p bra {label};"]
+def _waited(label: str, bell: str, parity: str) -> list[str]:
+    return [f"{label}:", f"mbarrier.try_wait.parity.shared::cta.b64 p, [{bell}], {parity};", f"@!p bra {label};"]
 
 
 def _refilled(rows: int, stages: int, units: str) -> Iterator[str]:

@@ -37,12 +37,13 @@ class Tile:
     spread      programs begin with different columns
     signal      eighths of its columns that each program of the first product has gone over before programs of the
                 second may start: what these ask for too early has left the second cache when they need it
-    piped       grouped, by wgmma: the form in Gluon, which converts while it multiplies (gluon_groups.py); the first
-                product's for both
-    few         grouped, in tiles of 8: the form in Gluon without shared memory (gluon_few.py), 64 rows of weights a
-                warp, no stages; the first product's for both
-    slabs       grouped, by wgmma: the form written out (slab_text.py), with as many rows as each tile has; only
-                warps (8, or 4) and stages are as here; the first product's says it of both
+    few         grouped, in tiles of 8, 16 or 32: the form in Gluon without shared memory (gluon_few.py), 64 rows of
+                weights a warp, no stages; the first product's for both
+    around      of that form: weights go around the first cache, where inputs stay longer then
+    ring        grouped, by wgmma: the form in Gluon whose weights are asked for `stages` - 1 units ahead
+                (gluon_ring.py), with 16 or 32 rows of weights a warp; the first product's for both
+    slabs       grouped, by wgmma: the form written out (slab_text.py), with as many rows as each tile has, where it
+                runs, otherwise as cut here; the first product's for both
     in_place    wgmma's inputs are loaded where they lie, four bytes at a time, not put in order by another launch
     """
 
@@ -57,8 +58,9 @@ class Tile:
     in_place: bool = False
     spread: bool = False
     signal: int = 0
-    piped: bool = False
     few: bool = False
+    around: bool = False
+    ring: bool = False
     slabs: bool = False
 
     @property
@@ -101,15 +103,17 @@ class Inputs:
 # before inputs were loaded a unit at a time: 95.6 us, against 112 in blocks of 64 rows.
 PAIRS = Plan(Tile(8, 0, 128, 2, 3, spread=True, signal=7), Tile(8, 0, 128, 2, 3, split=2))
 # By the mean number of rows an expert, up to: more rows a tile share one conversion of the weights. W4A16 / W4A8: 512
-# rows 525 / 522 us (in Triton 523 / 554), 16,352 rows 2699 / 2760 (2785 / 2909; tiles of 128 rows
-# 2844). A bound of 128 registers keeps two programs of 8 warps on a multiprocessor; nothing between 16 and
-# 96 rows was timed. On other cards these are the cuts of the Triton forms.
-FEW, MANY = Tile(8, 0, 128, 2, 4, few=True), Tile(64, 16, 128, 8, 3, 128, piped=True)
+# rows 525 / 522 us (in Triton 523 / 554). Slabs: 16,352 rows 1804 us (in Triton 2785; a bound of 128 registers keeps
+# two of its programs on a multiprocessor), 4096 rows 907, 2048 rows 876, for which a ring of tiles of 64 and 32 rows
+# needs 973 and 709. On other cards these are the cuts of the Triton forms.
+FEW, MANY = Tile(8, 0, 128, 2, 4, few=True), Tile(64, 16, 128, 8, 3, 128, slabs=True)
 GROUPS = (
     (6.0, Plan(FEW, FEW)),
     (12.0, Plan(Tile(16, 0, 128, 2, 3), Tile(16, 0, 128, 2, 3))),
     (float("inf"), Plan(MANY, MANY)),
 )
+# The first product of pairs is launched before the picks are there, and waits for them.
+IS_DEPENDENT = True
 # Products in IEEE fp32 use no matrix instruction; right, not fast.
 EXACT = Plan(Tile(16, 0, 64, 4, 1), Tile(16, 0, 64, 4, 1))
 
@@ -142,7 +146,7 @@ def run(
         return torch.zeros_like(z)
     z, ids, count = z.contiguous(), ids.contiguous(), len(experts.first_packed)
     if plan.first.slabs and not is_pairs and _is_for_gluon(z) and slabs.fits(experts):
-        return slabs.run(z, ids, weights, experts, activation, plan, fake_activations=fake_activations)
+        return slabs.run(z, ids, weights, experts, activation, fake_activations=fake_activations)
     order, table = (ids, ids) if is_pairs else grouped(ids, count, plan.rows)
     arrange = partial(arranged, num_active=ids.shape[1])
     is_arranged, x = plan.first.is_arranged and not is_pairs, z
@@ -152,7 +156,7 @@ def run(
         x = arrange(z, order, 2, experts.width, is_rounded=fake_activations)
     elif fake_activations:
         x = arrange(z, None, BLOCK, experts.width, is_rounded=True)
-    if (plan.first.piped or plan.first.few) and not is_pairs and _is_for_gluon(z):
+    if (plan.first.few or plan.first.ring) and not is_pairs and _is_for_gluon(z):
         parts = gluon_launch.parts(x, table, order, experts, activation, plan, ids.shape[1], fake_activations)
         return combine(parts, weights, z)
     inputs, grid = Inputs(is_arranged, is_rounded), ids.numel() if is_pairs else table.shape[1]
@@ -205,13 +209,15 @@ def first(
     num_counters = padded(experts.width, ROW_UNIT) // plan.second.block
     counters = torch.empty(len(ids) if is_pairs else 0, num_counters, dtype=torch.int32, device=x.device)
     units = padded(experts.width) // UNIT
+    waits = IS_DEPENDENT and is_pairs and has_dependent_launch(x)
     tile_kernels.first_product[(2 * inner // tile.block, grid)](
         x, table, ids, order, experts.first_packed.view(torch.int32), _scales(experts.first_scale, tile),
         hidden, counters,
         len(experts.first_packed), ids.shape[1], x.shape[1], x.shape[1], units, inner // UNIT, num_counters,
         beta, linear_beta, KIND=kind, N1=tile.rows, N2=tile.more, COUNTERS=next_power_of_2(num_counters),
         IS_PAIRS=is_pairs, IS_ARRANGED=inputs.is_arranged, IS_WHOLE=x.shape[1] % UNIT == 0,
-        IS_ROUNDED=inputs.is_rounded, SIGNAL=tile.signal, PDL=has_dependent_launch(x), **_shape(tile),
+        IS_ROUNDED=inputs.is_rounded, SIGNAL=tile.signal, PDL=has_dependent_launch(x), WAITS=waits,
+        **_shape(tile), **_launch(waits),
     )  # fmt: skip
     return hidden, counters
 

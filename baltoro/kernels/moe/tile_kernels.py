@@ -187,10 +187,12 @@ def first_product(
     KIND: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr,
     WARPS: tl.constexpr, COUNTERS: tl.constexpr, IS_PAIRS: tl.constexpr, IS_ARRANGED: tl.constexpr,
     IS_WHOLE: tl.constexpr, IS_ROUNDED: tl.constexpr, SPREAD: tl.constexpr, SIGNAL: tl.constexpr, PDL: tl.constexpr,
-    INTERPRET: tl.constexpr,
+    WAITS: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """hidden [pairs, F'] = activation(w1 x, w3 x); grid (blocks of rows, pairs or tiles). x [tokens, M], or arranged
     [pairs, M']. Pairs: counters int32 [tokens, num_counters] become 0, for the second product."""
+    if WAITS:
+        gdc_wait()
     if PDL and SIGNAL == 0:
         gdc_launch_dependents()
     block, tile = tl.program_id(0), tl.program_id(1)
@@ -279,6 +281,7 @@ def second_of_pairs(
         fetch(packed, row_tile, num_units, start, stop, begin, BLOCK, FETCH, INTERPRET)
     if PDL:
         gdc_wait()
+        gdc_launch_dependents()
     n, column, token = tl.arange(0, N), block * BLOCK + tl.arange(0, BLOCK), pair // num_active
     place = pair + n
     sums, _ = product(

@@ -4,16 +4,26 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 @triton.jit
-def rms_norm_kernel(x, weight, out, x_row, eps, D: tl.constexpr, BLOCK: tl.constexpr):
+def rms_norm_kernel(
+    x, weight, out, x_row, eps, D: tl.constexpr, BLOCK: tl.constexpr, LETS_GO: tl.constexpr, PDL: tl.constexpr
+):
     """Program (row): rounded before the gain, as the reference does, and again after it."""
     row, d = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     mask = d < D
+    gain = tl.load(weight + d, mask=mask, other=0.0)  # older than the kernel in front
+    if PDL:
+        if LETS_GO:
+            gdc_launch_dependents()
+            gdc_wait()
+        else:
+            gdc_wait()
+            gdc_launch_dependents()
     wide = tl.load(x + row * x_row + d, mask=mask, other=0.0).to(tl.float32)
     inverse = tl.rsqrt(tl.sum(wide * wide, axis=0) / D + eps)
     kind = out.dtype.element_ty
     normed = (wide * inverse).to(kind).to(tl.float32)
-    gain = tl.load(weight + d, mask=mask, other=0.0).to(kind).to(tl.float32)
-    tl.store(out + row * D + d, (normed * gain).to(kind), mask=mask)
+    tl.store(out + row * D + d, (normed * gain.to(kind).to(tl.float32)).to(kind), mask=mask)
