@@ -78,7 +78,9 @@ class Program:
         wide = {"u32": np.uint32, "b32": np.uint32, "s32": np.int32, "u64": np.uint64, "b64": np.uint64}
         if kind == "s32":
             return found.astype(np.uint32).view(np.int32)
-        return found if kind in ("f32", "pred") else found.astype(wide[kind])
+        if kind in ("f32", "pred"):
+            return found
+        return found.view(np.uint32) if found.dtype == np.float32 else found.astype(wide[kind])
 
     def keep(self, name: str, value: Any, where: Any) -> None:
         if name == "_":
@@ -87,6 +89,8 @@ class Program:
         old = self.registers.get(name, np.zeros(self.threads, kind))
         if value.dtype == np.int32:
             value = value.view(np.uint32)
+        if kind == np.float32 and value.dtype == np.uint32:
+            value = value.view(np.float32)
         self.registers[name] = np.where(where, value.astype(kind), old)
 
     def place(self, text: str) -> Any:
