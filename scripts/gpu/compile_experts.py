@@ -190,6 +190,8 @@ def moves(sizes: Sizes, dtype: str) -> Iterator[tuple[str, ASTSource]]:
 def compile_sizes() -> int:
     """Every plan, also as pairs in one, two and three pieces, and every move at all sizes; 1 if one fails, else 0."""
     failed, plans = 0, [(plan, False) for _, plan in tile_experts.GROUPS] + [(tile_experts.EXACT, False)]
+    in_triton = [replace(tile, slabs=False, few=False) for tile in (tile_experts.MANY, tile_experts.FEW)]
+    plans += [(Plan(tile, tile), False) for tile in in_triton]  # on other cards
     for first in (tile_experts.PAIRS, tile_experts.EXACT):
         plans += [(Plan(first.first, replace(first.second, split=split)), True) for split in (1, 2, 3)]
     for sizes in SIZES:
@@ -248,7 +250,8 @@ def report(plans: Iterable[tuple[str, Plan, bool, str]]) -> int:
             counts = f"wgmma {ptx.count('wgmma.mma_async')}, mma {ptx.count('mma.sync')}"
             serial = ", serial" if is_serial(ptx) else ""
             cut = f"{tile.rows}+{tile.more} x {tile.block}, {tile.warps} warps, {tile.stages} stages"
-            used = f"{resources(built.asm['cubin'])} of {tile.registers or 255}, {shared} B shared"
+            cut = "slabs" if tile.slabs and not is_pairs else cut
+            used = f"{resources(built.asm['cubin'])} of {options.get('maxnreg', 255)}, {shared} B shared"
             print(f"{name:7} {part:6} {cut}: {used}, {counts}{serial}", flush=True)
     return failed
 

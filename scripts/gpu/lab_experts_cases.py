@@ -13,6 +13,7 @@ from baltoro.bench.kernels.moe import ACTIVE, INNER, LATENT, RESIDENT
 from baltoro.kernels.moe import gluon_launch, slabs, tile_experts, tile_order
 from baltoro.kernels.moe.permute import empty
 from baltoro.kernels.moe.products import TiledExperts
+from baltoro.kernels.moe.slab_end_text import MOST
 from baltoro.kernels.moe.tile_experts import FEW, MANY, Plan, Tile
 from baltoro.kernels.moe.tile_layout import padded
 
@@ -173,7 +174,7 @@ def products(experts: TiledExperts, c: Case, plan: Plan) -> tuple[Callable[[], o
 
 def slab_products(experts: TiledExperts, c: Case) -> tuple[Callable[[], object], ...]:
     """The same of the form with slabs."""
-    order, table = tile_order.grouped(c.ids, RESIDENT, slabs.MOST, slabs.ALIGN)
+    order, table = tile_order.grouped(c.ids, RESIDENT, MOST, slabs.ALIGN)
     x = torch.randn(padded(LATENT) // 64, len(order), 64, device=c.z.device, dtype=c.z.dtype)
     hidden = torch.randn(padded(INNER) // 64, len(order), 64, device=c.z.device, dtype=c.z.dtype)
     return (

@@ -125,3 +125,11 @@ def test_activation_at_its_ends(kind: int) -> None:
 def test_whole_rows_need_the_memory_of_three_stages() -> None:
     with pytest.raises(InvariantError, match="2 stages"):
         slab_text.text(2, 0, is_first=False, is_ordered=False)
+
+
+@pytest.mark.parametrize("tiles", [1, 2, 3, 19, 20, 21, 22, 100])
+def test_no_tile_of_an_expert_is_empty(tiles: int) -> None:
+    for count in (MOST * (tiles - 1) + 1, MOST * tiles - 1, MOST * tiles):
+        _, table = tile_table(torch.zeros(count, 1, dtype=torch.int64), 1, MOST, 8)
+        sizes = (table[2] - table[1])[table[0] < 1]
+        assert len(sizes) == tiles and sizes.min() > 0 and sizes.max() <= MOST and sizes.sum() == count
