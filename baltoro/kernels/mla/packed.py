@@ -29,8 +29,9 @@ class Tiles:
     warps: int
 
 
-LONG, SHORT = Tiles(128, 64, 3, 8), Tiles(64, 64, 3, 4)
-"""48 kB of queries and 40 kB a tile of keys and values at K3's widths; half the queries for spans of up to 64."""
+LONG, SHORT = Tiles(128, 64, 4, 8), Tiles(64, 64, 2, 4)
+"""48 kB of queries and 40 kB a tile of keys and values at K3's widths; half the queries for spans of up to 64: 64 spans
+of 32 after 480 in 70 us instead of 101, 1024 after 15,360 in 385 instead of 331 (H200, 12 heads)."""
 
 
 def attend(
