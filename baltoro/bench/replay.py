@@ -26,7 +26,7 @@ from baltoro.engine.config import EngineConfig
 from baltoro.engine.loop import Loop
 from baltoro.engine.memory import Memory
 from baltoro.engine.planner import MemoryPlan, arena_layout
-from baltoro.engine.prefix import namespace_of
+from baltoro.engine.prefix_key import namespace_of
 from baltoro.engine.request import Request
 from baltoro.engine.scheduler import Scheduler
 from baltoro.model.config import K3Config

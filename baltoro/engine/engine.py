@@ -28,7 +28,7 @@ from baltoro.engine.loop import Loop
 from baltoro.engine.media import media_runs
 from baltoro.engine.numbers import engine_numbers
 from baltoro.engine.planner import are_experts_dense, check_device, free_bytes, plan_memory, resolve_dtype
-from baltoro.engine.prefix import namespace_of
+from baltoro.engine.prefix_key import namespace_of
 from baltoro.engine.request import MediaRun, Request
 from baltoro.engine.runner import Model, Runner
 from baltoro.engine.sampler import fork_seed, uniform

@@ -25,7 +25,7 @@ from baltoro.engine.classes import LongShort
 from baltoro.engine.config import EngineConfig
 from baltoro.engine.deltas import make_delta
 from baltoro.engine.memory import Memory
-from baltoro.engine.prefix import carried_namespace, namespace_of
+from baltoro.engine.prefix_key import carried_namespace, namespace_of
 from baltoro.engine.queue import Headroom, WaitingLine, insert_in_order, remove_in_order
 from baltoro.engine.request import Ending, Request, State
 from baltoro.errors import InvariantError, UserError

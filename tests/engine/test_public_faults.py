@@ -16,7 +16,7 @@ import torch
 
 from baltoro.engine.batch import Move, Plan, PlanBuilder
 from baltoro.engine.engine import Engine
-from baltoro.engine.prefix import namespace_of
+from baltoro.engine.prefix_key import namespace_of
 from baltoro.errors import ConfigError, LeakError
 from baltoro.protocol.sampling import SamplingParams
 from tests.engine.late import make_late

@@ -12,7 +12,7 @@ import pytest
 
 from baltoro.engine.batch import ALIGNMENT, PlanBuilder
 from baltoro.engine.engine import Engine
-from baltoro.engine.prefix import namespace_of
+from baltoro.engine.prefix_key import namespace_of
 from baltoro.errors import InvariantError, QueueFull
 from baltoro.protocol.completion import TokenDelta
 from baltoro.protocol.sampling import SamplingParams
