@@ -144,7 +144,7 @@ class Engine:
 
     def abort(self, request_id: str = "") -> None:
         """End a request wherever it is; an empty id ends all. Its last delta comes with the next step."""
-        for one in (request_id,) if request_id else self.scheduler.alive_ids():
+        for one in (request_id,) if request_id else self.scheduler.roster.ids():
             self.scheduler.abort(one)
 
     def check(self, submit: Submit) -> tuple[MediaRun, ...]:
@@ -167,7 +167,7 @@ class Engine:
             )
         if submit.adapter is not None:
             self.adapters.select(submit.adapter)
-        if self.scheduler.is_alive(submit.request_id):
+        if self.scheduler.roster.is_alive(submit.request_id):
             raise RequestError(f"request id {submit.request_id!r} is in use", param="request_id")
         if len(ids) >= self.plan.max_context:
             raise ContextLengthError(

@@ -75,7 +75,7 @@ def test_what_a_chunk_writes_is_found_only_when_it_has_landed() -> None:
     make_late(engine, seed=3)
     prompt = prompt_of(70)
     submit(engine, "first", prompt, max_tokens=2)
-    (request,) = engine.scheduler.holders()
+    (request,) = engine.scheduler.roster.holders()
     seen = set()
     while not request.num_output:
         engine.step()
