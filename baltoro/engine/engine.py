@@ -19,7 +19,8 @@ import torch
 
 from baltoro.cache.pages import pages_for
 from baltoro.cache.windows import WindowRecords
-from baltoro.engine.adapters import AdapterBook, AdapterVersion, parse_modules
+from baltoro.engine.adapter_version import AdapterVersion
+from baltoro.engine.adapters import AdapterBook, parse_modules
 from baltoro.engine.assemble import build_memory
 from baltoro.engine.base import Base, base_facts, share_model, trim_heap
 from baltoro.engine.config import EngineConfig

@@ -16,9 +16,10 @@ import numpy as np
 
 from baltoro.cache.audit import Holding, audit
 from baltoro.cache.pages import pages_for
-from baltoro.engine.batch import Draft, Move
+from baltoro.engine.batch import Move
 from baltoro.engine.ledger import Ledger
 from baltoro.engine.lookup import Found
+from baltoro.engine.plan_builder import Draft
 from baltoro.engine.prefix import PrefixCache
 from baltoro.engine.request import DueSnapshot, Places, Request
 from baltoro.errors import InvariantError, LeakError

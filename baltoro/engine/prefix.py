@@ -18,9 +18,9 @@ from baltoro.cache.audit import Holding
 from baltoro.cache.evict import Evicted
 from baltoro.cache.prefix import Pin, PrefixTree
 from baltoro.cache.retention import CheckpointKind, Retention
-from baltoro.engine.batch import Draft
 from baltoro.engine.ledger import Ledger
 from baltoro.engine.lookup import Found, PrefixLookup
+from baltoro.engine.plan_builder import Draft
 from baltoro.engine.prefix_key import spell_known
 from baltoro.engine.request import CacheHold, DueSnapshot, Request
 from baltoro.engine.tiers import HostTier

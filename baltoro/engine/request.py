@@ -20,7 +20,7 @@ import numpy as np
 from baltoro.cache.host import Reserved
 from baltoro.cache.prefix import Pin
 from baltoro.cache.retention import CheckpointKind
-from baltoro.engine.adapters import AdapterVersion
+from baltoro.engine.adapter_version import AdapterVersion
 from baltoro.protocol.completion import TopLogprob
 from baltoro.protocol.sampling import FinishReason, SamplingParams, StopRule, TokenMask
 from baltoro.protocol.worker import MediaItem

@@ -18,7 +18,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 
-from baltoro.engine.adapters import AdapterBook, AdapterVersion
+from baltoro.engine.adapter_version import AdapterVersion
+from baltoro.engine.adapters import AdapterBook
 from baltoro.engine.memory import Memory
 from baltoro.engine.prefix_key import carried_namespace, namespace_of
 from baltoro.engine.queue import WaitingLine, insert_in_order, remove_in_order

@@ -17,12 +17,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from baltoro.engine.adapters import AdapterBook, AdapterVersion
-from baltoro.engine.batch import Found, Plan, PlanBuilder, Result, Span
+from baltoro.engine.adapter_version import AdapterVersion
+from baltoro.engine.adapters import AdapterBook
+from baltoro.engine.batch import Found, Plan, Result, Span
 from baltoro.engine.classes import LongShort
 from baltoro.engine.config import EngineConfig
 from baltoro.engine.deltas import make_delta
 from baltoro.engine.memory import Memory
+from baltoro.engine.plan_builder import PlanBuilder
 from baltoro.engine.request import Ending, Request, State
 from baltoro.engine.retraction import Retraction
 from baltoro.engine.roster import Roster

@@ -27,7 +27,7 @@ from typing import Any
 
 import zmq
 
-from baltoro.engine.adapters import AdapterVersion
+from baltoro.engine.adapter_version import AdapterVersion
 from baltoro.engine.config import EngineConfig
 from baltoro.engine.engine import Engine, Masks, StopRules, load_engine
 from baltoro.engine.gate import Gate

@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-from baltoro.engine.batch import Move, Plan, PlanBuilder
+from baltoro.engine.batch import Move, Plan
 from baltoro.engine.engine import Engine
+from baltoro.engine.plan_builder import PlanBuilder
 from baltoro.engine.prefix_key import namespace_of
 from baltoro.errors import ConfigError, LeakError
 from baltoro.protocol.sampling import SamplingParams

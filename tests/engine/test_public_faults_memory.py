@@ -10,8 +10,8 @@ from functools import partial
 
 import pytest
 
-from baltoro.engine.batch import ALIGNMENT, PlanBuilder
 from baltoro.engine.engine import Engine
+from baltoro.engine.plan_builder import ALIGNMENT, PlanBuilder
 from baltoro.engine.prefix_key import namespace_of
 from baltoro.errors import InvariantError, QueueFull
 from baltoro.protocol.completion import TokenDelta

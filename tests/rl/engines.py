@@ -119,7 +119,7 @@ class Here:
 
 def forgetful_main(*arguments: Any) -> None:
     """An engine that keeps one namespace for all versions of a name: what a skipped cache flush is here."""
-    from baltoro.engine.adapters import AdapterVersion
+    from baltoro.engine.adapter_version import AdapterVersion
     from baltoro.llm import engine_main
 
     AdapterVersion.namespace = property(lambda self: self.name)  # type: ignore[method-assign, assignment]
