@@ -19,7 +19,7 @@ import torch
 
 from baltoro.bench.replay_plan import CHUNK, plan_replay
 from baltoro.bench.trace import TraceRequest, TraceText
-from baltoro.cache.pool import ArenaLayout
+from baltoro.cache.shape import ArenaLayout
 from baltoro.engine.assemble import build_books
 from baltoro.engine.batch import Found, Plan, Result
 from baltoro.engine.config import EngineConfig

@@ -15,9 +15,10 @@ from baltoro.cache.books import Books, FixedBooks
 from baltoro.cache.disk import DiskTier
 from baltoro.cache.host import HostBook
 from baltoro.cache.host_store import HostStore
-from baltoro.cache.pool import ArenaLayout, ArenaShape, Pool, UnifiedShape
+from baltoro.cache.pool import Pool
 from baltoro.cache.prefix import PrefixTree
 from baltoro.cache.retention import retention_by_name
+from baltoro.cache.shape import ArenaLayout, ArenaShape, UnifiedShape
 from baltoro.cache.unified import UnifiedBooks
 from baltoro.cache.windows import WindowRecords
 from baltoro.engine.config import EngineConfig

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from baltoro.cache.prefix import Match, Pin, PrefixTree
+from baltoro.cache.answers import Match, Pin
+from baltoro.cache.prefix import PrefixTree
 from baltoro.engine.prefix_key import spell_known
 from baltoro.engine.request import Request
 from baltoro.engine.tiers import Find, HostTier

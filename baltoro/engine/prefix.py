@@ -14,9 +14,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from baltoro.cache.answers import Pin
 from baltoro.cache.audit import Holding
 from baltoro.cache.evict import Evicted
-from baltoro.cache.prefix import Pin, PrefixTree
+from baltoro.cache.prefix import PrefixTree
 from baltoro.cache.retention import CheckpointKind, Retention
 from baltoro.engine.ledger import Ledger
 from baltoro.engine.lookup import Found, PrefixLookup
