@@ -31,8 +31,9 @@ from baltoro.engine.routes import Reading, split_rows
 from baltoro.engine.spec.verify import Verifier
 from baltoro.kernels.precision import acc_dtype
 from baltoro.kernels.spans import Spans
+from baltoro.model.cache_map import CacheMap, Snapshot
 from baltoro.model.config import K3Config
-from baltoro.model.context import CacheMap, FakeQuant, ForwardContext, Snapshot
+from baltoro.model.context import FakeQuant, ForwardContext
 from baltoro.model.lora import AdapterBank
 from baltoro.model.state import CacheViews
 

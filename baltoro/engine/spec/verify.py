@@ -32,7 +32,8 @@ from baltoro.kernels.dispatch import kernels_for
 from baltoro.kernels.lora.rows import AdapterRows
 from baltoro.kernels.precision import acc_dtype
 from baltoro.kernels.spans import Spans
-from baltoro.model.context import CacheMap, DraftWindows, FakeQuant, ForwardContext
+from baltoro.model.cache_map import CacheMap
+from baltoro.model.context import DraftWindows, FakeQuant, ForwardContext
 from baltoro.model.state import CacheViews
 
 NUM_FACTS = 4
