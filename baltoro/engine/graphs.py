@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from baltoro.engine.batch import Plan, Span, num_pages
-from baltoro.engine.copies import pinned, to_device
+from baltoro.kernels.copies import pinned, to_device
 from baltoro.kernels.lora.rows import AdapterRows
 from baltoro.kernels.precision import acc_dtype
 from baltoro.kernels.spans import Spans

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from baltoro.cache.shape import Part
 from baltoro.engine.batch import Span
-from baltoro.engine.copies import to_device, to_host
 from baltoro.errors import ConfigError
+from baltoro.kernels.copies import to_device, to_host
 from baltoro.model.config import K3Config
 from baltoro.model.routes import bytes_per_token, shape_of
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from baltoro.errors import ShapeError
+from baltoro.kernels.copies import to_device
 from baltoro.kernels.dispatch import Kernels, kernels_for
 from baltoro.kernels.kda.fused_reference import Window
 from baltoro.kernels.lora.rows import AdapterRows
@@ -166,7 +167,7 @@ class ForwardContext:
         each = torch.tensor(self.adapters[first:last], dtype=torch.int64).repeat_interleave(
             torch.tensor(lengths, dtype=torch.int64)
         )
-        return AdapterRows.fixed(each.to(device), self.fixed_slots) if len(each) else None
+        return AdapterRows.fixed(to_device(each, device), self.fixed_slots) if len(each) else None
 
     @cached_property
     def prefill(self) -> Spans:
@@ -178,7 +179,7 @@ class ForwardContext:
         """int64 [num_decodes]: keys that each decode token sees, itself included."""
         if self.cache is not None and self.cache.lengths is not None:
             return self.cache.lengths
-        return torch.tensor(self.spans.ends[: self.num_decodes], dtype=torch.int64, device=self.tokens.device)
+        return to_device(torch.tensor(self.spans.ends[: self.num_decodes], dtype=torch.int64), self.tokens.device)
 
     @cached_property
     def window_turn(self) -> tuple[Tensor, Tensor]:
@@ -193,7 +194,7 @@ class ForwardContext:
     @cached_property
     def prefill_is_fresh(self) -> Tensor:
         """bool [number of prefill spans]: which begin a request and find an empty state."""
-        return torch.tensor([start == 0 for start in self.prefill.starts], device=self.tokens.device)
+        return to_device(torch.tensor([start == 0 for start in self.prefill.starts]), self.tokens.device)
 
     @property
     def is_prefill_fresh(self) -> bool:
@@ -211,7 +212,7 @@ class ForwardContext:
         assert self.cache is not None
         slots = self.cache.slots[self.num_decodes :]
         inside = [taken.slot for taken in self._snapshots(is_inside=True)]
-        return torch.cat([slots, torch.tensor(inside, dtype=torch.int64, device=slots.device)]) if inside else slots
+        return torch.cat([slots, to_device(torch.tensor(inside), slots.device)]) if inside else slots
 
     @cached_property
     def end_copies(self) -> tuple[Tensor, Tensor] | None:
@@ -222,7 +223,7 @@ class ForwardContext:
         assert self.cache is not None
         slots = self.cache.slots
         spans, targets = [one.span for one in taken], [one.slot for one in taken]
-        return slots[torch.tensor(spans, device=slots.device)], torch.tensor(targets, device=slots.device)
+        return slots[to_device(torch.tensor(spans), slots.device)], to_device(torch.tensor(targets), slots.device)
 
     def _snapshots(self, *, is_inside: bool) -> list[Snapshot]:
         """Those inside their span, or those at its end."""
