@@ -19,8 +19,9 @@ from baltoro.kernels.kda.gate import log_decay
 from baltoro.kernels.kda.reference import l2_norm
 from baltoro.kernels.lora.rows import AdapterRows
 from baltoro.kernels.precision import acc_dtype
+from baltoro.model.cache_map import CacheMap
 from baltoro.model.config import K3Config
-from baltoro.model.context import CacheMap, ForwardContext
+from baltoro.model.context import ForwardContext
 from baltoro.model.linear import Linear, RMSNorm, WeightOnly, product
 from baltoro.model.merged import add_loras, merge_rows
 

@@ -21,8 +21,9 @@ from baltoro.kernels.mla.expanded import key_and_value
 from baltoro.kernels.mla.padded import hidden_scores, padding_of, split_groups
 from baltoro.kernels.precision import acc_dtype
 from baltoro.kernels.spans import Spans
+from baltoro.model.cache_map import CacheMap
 from baltoro.model.config import K3Config
-from baltoro.model.context import CacheMap, ForwardContext
+from baltoro.model.context import ForwardContext
 from baltoro.model.linear import Linear, RMSNorm, product
 from baltoro.model.merged import add_loras, merge_rows
 

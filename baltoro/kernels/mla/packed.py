@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from baltoro.errors import ShapeError
+from baltoro.kernels.copies import to_device
 from baltoro.kernels.mla import expanded as plain
 from baltoro.kernels.spans import Spans
 
@@ -29,8 +30,9 @@ class Tiles:
     warps: int
 
 
-LONG, SHORT = Tiles(128, 64, 3, 8), Tiles(64, 64, 3, 4)
-"""48 kB of queries and 40 kB a tile of keys and values at K3's widths; half the queries for spans of up to 64."""
+LONG, SHORT = Tiles(128, 64, 4, 8), Tiles(64, 64, 2, 4)
+"""48 kB of queries and 40 kB a tile of keys and values at K3's widths; half the queries for spans of up to 64: 64 spans
+of 32 after 480 in 70 us instead of 101, 1024 after 15,360 in 385 instead of 331 (H200, 12 heads)."""
 
 
 def attend(
@@ -58,7 +60,8 @@ def attend(
     heads, own = q.shape[1], q.shape[2] - shared.shape[1]
     value = expanded.shape[2] - own
     out = torch.empty(len(q), heads, value, dtype=out_dtype, device=q.device)
-    blocks = spans.once(("attention blocks", tiles.rows), lambda found: _blocks(found, tiles.rows).to(found.device))
+    size = tiles.rows
+    blocks = spans.once(("attention blocks", size), lambda found: to_device(_blocks(found, size), found.device))
     wide = {name: max(16, triton.next_power_of_2(n)) for name, n in (("K", own), ("D", shared.shape[1]), ("V", value))}
     attend_kernel[(blocks.shape[1], heads)](
         q, expanded, shared, out, blocks, blocks.shape[1], scale / math.log(2.0),
