@@ -158,6 +158,19 @@ def test_every_cut_is_the_same_product(cut: tuple[int, ...]) -> None:
     assert gap(out, expected) < 1e-6
 
 
+@pytest.mark.parametrize("is_rounded", [False, True])
+@pytest.mark.parametrize("plan", [tile_experts.PAIRS, *(plan for _, plan in tile_experts.GROUPS[1:3])])
+def test_rows_of_a_wider_product_are_read_where_they_lie(plan: tile_experts.Plan, is_rounded: bool) -> None:
+    wide, bytes_, ids = torch.randn(4, M + 48), permute_experts(experts(3)), torch.tensor([[0, 2]]).repeat(4, 1)
+    shares, z = torch.rand(4, A), wide[:, 48:]
+    is_pairs = plan is tile_experts.PAIRS
+    run = partial(tile_experts.run, is_pairs=is_pairs, fake_activations=is_rounded)
+    out = run(z, ids, shares, bytes_, (1, 4.0, 25.0), plan)
+    assert torch.equal(out, run(z.contiguous(), ids, shares, bytes_, (1, 4.0, 25.0), plan))
+    across = z.t().contiguous().t()
+    assert torch.equal(out, run(across, ids, shares, bytes_, (1, 4.0, 25.0), plan))
+
+
 @pytest.mark.parametrize(
     ("split", "active", "width", "is_spread"), [(1, 3, 96, False), (3, 1, 352, False), (1, 2, 352, True)]
 )
