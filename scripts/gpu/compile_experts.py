@@ -81,7 +81,8 @@ def ring_source(tile: Tile, is_first: bool, sizes: Sizes = SIZES[0]) -> ASTSourc
     parts = tile.block // (16 * tile.warps)
     constants: dict[str, Any] = {
         "N": tile.rows, "SHORT": tile.short, "WARPS": tile.warps, "PARTS": parts, "STAGES": tile.stages,
-        "KIND": 1 if is_first else 0, "IS_FIRST": is_first, "IS_ORDERED": is_first, "PDL": True,
+        "KIND": 1 if is_first else 0, "IS_FIRST": is_first, "IS_ORDERED": is_first, "AHEAD": tile.ahead,
+        "PDL": True,
     }  # fmt: skip
     types = {"x": BOXES.format(2, tile.rows), "x_short": BOXES.format(2, tile.short or tile.rows)}
     types |= {"w": WORDS.format(tile.block // 8), "s": BYTES.format(tile.block // 8), "order_ptr": "*i64"}

@@ -66,15 +66,16 @@ VARIANTS: dict[str, tuple[Plan, ...]] = {
     "64 pairs": (Plan(replace(PAIR, spread=True), LAST),),
     "64 rows": (both(FEW), both(replace(FEW, few=False)), both(Tile(8, 0, 128, 2, 3))),
     "1024 rows": (
-        both(SMALL), both(SMALL, short=8), both(SMALL, short=8, ahead=True), both(RING, rows=16, short=8, stages=4),
-        both(RING, rows=16, registers=80), both(RING, rows=16, short=8, warps=4, stages=2), both(SMALL, ahead=True),
-        both(RING, rows=16, stages=4),
+        both(SMALL), both(SMALL, short=8, ahead=True), both(SMALL, short=8),
+        both(RING, rows=16, short=8, stages=4, ahead=True), both(RING, rows=16, registers=80), both(SMALL, ahead=True),
+        both(RING, rows=16, short=8, warps=4, stages=2, ahead=True), both(RING, rows=16, registers=80, ahead=True),
     ),
     "2048 rows": (
-        both(RING), both(RING, short=16), both(RING, short=16, stages=4),
+        both(RING), both(RING, short=16, ahead=True, stages=4), both(RING, short=16), both(RING, short=16, ahead=True),
         both(RING, short=16, warps=4, stages=2, registers=168),
+        both(RING, block=128, short=16, stages=4, registers=80), both(RING, short=16, stages=4),
     ),
-    "4096 rows": (both(WIDE), both(WIDE, short=32), both(RING)),
+    "4096 rows": (both(WIDE), both(WIDE, short=32), both(WIDE, short=32, ahead=True), both(RING)),
 }  # fmt: skip
 
 

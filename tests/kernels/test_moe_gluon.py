@@ -35,7 +35,7 @@ def experts(num: int, width: int, hidden: int) -> ExpertWeights:
 
 @pytest.mark.parametrize(
     ("rows", "more", "stages", "pieces", "short"),
-    [(16, 0, 2, 0, 0), (8, 8, 3, 0, 0), (8, 8, 2, 0, 0), (16, 0, 2, 1, 0), (16, 0, 3, 2, 8), (8, 0, 4, 2, 0)],
+    [(16, 0, 2, 0, 0), (8, 8, 3, 0, 0), (8, 8, 2, 0, 0), (16, 0, 2, 1, 0), (16, 0, 3, 2, 8), (8, 0, 4, 4, 0)],
 )
 def test_grouped_product(rows: int, more: int, stages: int, pieces: int, short: int) -> None:
     """pieces: of the ring's blocks; 0: the form whose weights go straight into registers."""
@@ -61,27 +61,12 @@ def test_grouped_product(rows: int, more: int, stages: int, pieces: int, short: 
         kind = (1 if is_first else 0, is_first, is_first)
         words = packed.view(torch.int32)
         if not pieces:
-            grid = (num_rows // 128, table.shape[1])
-            grouped(
-                grid,
-                boxes,
-                boxes,
-                table,
-                order,
-                words.flatten(),
-                scale.flatten(),
-                out,
-                *sizes,
-                more,
-                128,
-                8,
-                stages,
-                *kind,
-            )
+            given = (boxes, boxes, table, order, words.flatten(), scale.flatten(), out)
+            grouped((num_rows // 128, table.shape[1]), *given, *sizes, more, 128, 8, stages, *kind)
             return
-        grid = (num_rows // (128 * pieces), table.shape[1])
         words, scales = words.reshape(-1, units * 4, 32), scale.reshape(-1, units * 32)
-        ring(grid, words, scales, boxes, boxes, table, order, out, *sizes, short, 8, pieces, stages, *kind, True)
+        given = (words, scales, boxes, boxes, table, order, out, *sizes, short, 8, pieces, stages, *kind)
+        ring((num_rows // (128 * pieces), table.shape[1]), *given, stages == 3, True)
 
     hidden = torch.full((22, 256), float("nan")).bfloat16()
     x = put_in_order(z[order // active], width)

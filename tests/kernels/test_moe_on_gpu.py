@@ -116,7 +116,8 @@ def test_ragged_rows_of_few(changes: dict[str, int]) -> None:
 
 
 @pytest.mark.parametrize("changes", [
-    {}, {"short": 16}, {"stages": 4}, {"rows": 16}, {"rows": 16, "short": 8, "stages": 2}, {"block": 128, "stages": 6},
+    {}, {"short": 16, "ahead": True}, {"stages": 4}, {"rows": 16}, {"rows": 16, "short": 8, "stages": 2},
+    {"block": 128, "stages": 6}, {"block": 128, "short": 16, "registers": 80}, {"ahead": True},
     {"rows": 16, "registers": 80}, {"warps": 4, "stages": 2, "short": 16, "registers": 168},
     {"block": 128, "warps": 4, "stages": 6}, {"block": 64, "warps": 4},
 ])  # fmt: skip
@@ -126,7 +127,7 @@ def test_ragged_rows_of_the_ring(changes: dict[str, int]) -> None:
 
 @pytest.mark.parametrize("short", [0, 32])
 def test_ragged_rows_of_the_wide_ring(short: int) -> None:
-    ragged(replace(WIDE, short=short))
+    ragged(replace(WIDE, short=short, ahead=short > 0))
 
 
 @pytest.mark.parametrize("is_rounded", [False, True])

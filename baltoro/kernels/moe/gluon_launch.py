@@ -124,7 +124,8 @@ def _launch(
         gluon_ring.ring_kernel[grid](
             *_weights(packed, scales, tile.block // 8), _boxes(x, tile.rows), _boxes(x, tile.short or tile.rows),
             table, order, out, len(packed), units, row_tiles, out.shape[1], *betas,
-            N=tile.rows, SHORT=tile.short, PARTS=tile.block // (16 * tile.warps), PDL=is_dependent, **options,
+            N=tile.rows, SHORT=tile.short, PARTS=tile.block // (16 * tile.warps), AHEAD=tile.ahead, PDL=is_dependent,
+            **options,
         )  # fmt: skip
         return
     gluon_groups.grouped_kernel[grid](

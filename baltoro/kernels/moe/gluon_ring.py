@@ -94,7 +94,7 @@ def waited(sums, halves: gl.constexpr, PARTS: gl.constexpr):
 def tile_of(
     w, s, x, out, order, row_tile, first, end, block, num_units, width, beta, linear_beta,
     N: gl.constexpr, WARPS: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr, KIND: gl.constexpr,
-    IS_FIRST: gl.constexpr, IS_ORDERED: gl.constexpr, WAITS: gl.constexpr,
+    IS_FIRST: gl.constexpr, IS_ORDERED: gl.constexpr, AHEAD: gl.constexpr, WAITS: gl.constexpr,
 ):  # fmt: skip
     """Weights from `row_tile` on times rows first .. end - 1, N at most."""
     ROWS: gl.constexpr = 16 * WARPS
@@ -146,8 +146,11 @@ def tile_of(
         mbarrier.wait(word_bells.index(slot), (unit // STAGES) & 1)
         mbarrier.wait(byte_bells.index(slot), (unit // STAGES) & 1)
         mbarrier.wait(bells.index(slot), (unit // STAGES) & 1)
+        at = slot * PARTS
+        one, two, factor = read(part_words, part_bytes, at, ROWS, WORDS, BYTES)
         for part in gl.static_range(PARTS):
-            one, two, factor = read(part_words, part_bytes, slot * PARTS + part, ROWS, WORDS, BYTES)
+            if AHEAD and part + 1 < PARTS:
+                next_one, next_two, next_factor = read(part_words, part_bytes, at + (part + 1), ROWS, WORDS, BYTES)
             low = half_unit(one, two, factor, FIRST, A)
             sums = begun(low, tiles, slot * 2, sums, part, PARTS)
             kept(high, A)
@@ -159,6 +162,10 @@ def tile_of(
             high = half_unit(one, two, factor, SECOND, A)
             sums = begun(high, tiles, slot * 2 + 1, sums, part, PARTS)
             kept(low, A)
+            if AHEAD and part + 1 < PARTS:
+                one, two, factor = next_one, next_two, next_factor
+            elif part + 1 < PARTS:
+                one, two, factor = read(part_words, part_bytes, at + (part + 1), ROWS, WORDS, BYTES)
     sums = waited(sums, 0, PARTS)
     kept(high, A)
     gl.thread_barrier()  # all have done with the inputs, whose memory may serve again
@@ -171,12 +178,12 @@ def tile_of(
 def ring_kernel(
     w, s, x, x_short, table_ptr, order_ptr, out_ptr, num_experts, num_units, num_row_tiles, width, beta, linear_beta,
     N: gl.constexpr, SHORT: gl.constexpr, WARPS: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr,
-    KIND: gl.constexpr, IS_FIRST: gl.constexpr, IS_ORDERED: gl.constexpr, PDL: gl.constexpr,
+    KIND: gl.constexpr, IS_FIRST: gl.constexpr, IS_ORDERED: gl.constexpr, AHEAD: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """out [pairs, width]; grid (blocks of 16 WARPS PARTS weight rows, tiles of N rows). Descriptors: w int32 [rows / 8,
     4 units, 32], s uint8 [rows / 8, 32 units], boxes of a block by a unit; x as `gluon_groups.grouped_kernel` has x1,
     as everything else. num_row_tiles of an expert. SHORT: no more than so many rows are a tile of so many, by boxes of
-    x_short; or 0."""
+    x_short; or 0. AHEAD: a part's words are read while the one before is worked on."""
     if PDL and IS_FIRST:
         gdc_launch_dependents()
     WAITS: gl.constexpr = PDL and not IS_FIRST
@@ -191,15 +198,15 @@ def ring_kernel(
         if end - first <= SHORT:
             tile_of(
                 w, s, x_short, out_ptr, order_ptr, row_tile, first, end, block, num_units, width, beta, linear_beta,
-                SHORT, WARPS, PARTS, STAGES, KIND, IS_FIRST, IS_ORDERED, WAITS,
+                SHORT, WARPS, PARTS, STAGES, KIND, IS_FIRST, IS_ORDERED, AHEAD, WAITS,
             )  # fmt: skip
         else:
             tile_of(
                 w, s, x, out_ptr, order_ptr, row_tile, first, end, block, num_units, width, beta, linear_beta,
-                N, WARPS, PARTS, STAGES, KIND, IS_FIRST, IS_ORDERED, WAITS,
+                N, WARPS, PARTS, STAGES, KIND, IS_FIRST, IS_ORDERED, AHEAD, WAITS,
             )  # fmt: skip
     else:
         tile_of(
             w, s, x, out_ptr, order_ptr, row_tile, first, end, block, num_units, width, beta, linear_beta,
-            N, WARPS, PARTS, STAGES, KIND, IS_FIRST, IS_ORDERED, WAITS,
+            N, WARPS, PARTS, STAGES, KIND, IS_FIRST, IS_ORDERED, AHEAD, WAITS,
         )  # fmt: skip

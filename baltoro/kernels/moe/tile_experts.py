@@ -41,10 +41,10 @@ class Tile:
                 product's for both
     few         grouped, in tiles of 8 or 16: the form in Gluon without shared memory (gluon_few.py), 64 rows of
                 weights a warp, no stages; the first product's for both
-    ahead       of that form: inputs are asked for a unit ahead
     ring        grouped, by wgmma: the form in Gluon whose weights are asked for `stages` - 1 units ahead
                 (gluon_ring.py), with 16 rows of weights a warp of each of 1, 2 or 4 parts; the first product's for both
     short       of these two forms: no more than so many rows are a tile of so many; or 0
+    ahead       of these: inputs are asked for a unit ahead, or the ring's words read a part ahead
     in_place    wgmma's inputs are loaded where they lie, four bytes at a time, not put in order by another launch
     """
 
