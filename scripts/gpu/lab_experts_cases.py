@@ -80,7 +80,7 @@ VARIANTS: dict[str, tuple[Plan, ...]] = {
 
 
 def short(plan: Plan) -> str:
-    """Both cuts: rows+more x block, warps, stages, [registers], [split], [spread], [signal], [in place], fetch."""
+    """Both cuts: rows+more x block, warps, stages, [registers], [split], [spread], [signal], form, fetch."""
     words = []
     for tile in (plan.first, plan.second):
         word = f"{tile.rows}+{tile.more}x{tile.block} w{tile.warps} s{tile.stages}"
@@ -90,7 +90,7 @@ def short(plan: Plan) -> str:
         word += " few" * tile.few
         word += " piped" * tile.piped + " ring" * tile.ring + " ahead" * tile.ahead
         word += f" short {tile.short}" if tile.short else ""
-        words.append(word + (" here" if tile.in_place else ""))
+        words.append(word)
     same = words[0] == words[1]
     return f"({words[0] if same else ' | '.join(words)}, fetch {plan.second.fetch})"
 

@@ -45,7 +45,6 @@ class Tile:
                 (gluon_ring.py), with 16 rows of weights a warp of each of 1, 2 or 4 parts; the first product's for both
     short       of these two forms: no more than so many rows are a tile of so many; or 0
     ahead       of these: inputs are asked for a unit ahead, or the ring's words read a part ahead
-    in_place    wgmma's inputs are loaded where they lie, four bytes at a time, not put in order by another launch
     """
 
     rows: int
@@ -56,7 +55,6 @@ class Tile:
     registers: int = 0
     split: int = 1
     fetch: int = 4
-    in_place: bool = False
     spread: bool = False
     signal: int = 0
     piped: bool = False
@@ -73,7 +71,7 @@ class Tile:
     @property
     def is_arranged(self) -> bool:
         """Whether grouped inputs come in the order of the products' positions."""
-        return self.wide == 2 and not self.in_place
+        return self.wide == 2
 
 
 @dataclass(frozen=True, slots=True)
