@@ -1,4 +1,4 @@
-"""One rank's slice of K3, a decode step of it: KDA, latent attention and experts from the model's own classes.
+"""One rank's slice of K3, a step of it: KDA, latent attention and experts from the model's own classes.
 
     read -> KDA -> read -> MLA -> read -> MoE        three depth reads over 8 bank rows, pending additions included
 
@@ -22,8 +22,9 @@ from baltoro.errors import InvariantError
 from baltoro.kernels.dispatch import SWITCH, kernels_for
 from baltoro.kernels.spans import Spans
 from baltoro.model.attnres import Stream
+from baltoro.model.cache_map import CacheMap
 from baltoro.model.config import K3Config
-from baltoro.model.context import CacheMap, ForwardContext
+from baltoro.model.context import ForwardContext
 from baltoro.model.kda import KDA
 from baltoro.model.layer import DecoderLayer
 from baltoro.model.linear import RMSNorm
@@ -93,13 +94,15 @@ LADDER = (
 
 
 class Slice(nn.Module):
-    """The layers, their cache and one step's input."""
+    """The layers, their cache and one step's input: the last `tokens` of each request's keys, 1 of a decode."""
 
-    def __init__(self, shape: SliceShape, batch: int, *, dtype: torch.dtype, device: str, seed: int = 0) -> None:
+    def __init__(
+        self, shape: SliceShape, batch: int, *, tokens: int = 1, dtype: torch.dtype, device: str, seed: int = 0
+    ) -> None:
         super().__init__()
         torch.manual_seed(seed)
         config = shape.config
-        self.shape, self.batch, self.place = shape, batch, torch.device(device)
+        self.shape, self.batch, self.new, self.place = shape, batch, tokens, torch.device(device)
         self.first, self.second = (DecoderLayer(config, i, dtype=dtype, device=device) for i in range(2))
         self.moe: MoE = self.second.block_sparse_moe
         self.moe.gate = Router(replace(config, num_experts=shape.experts), dtype=dtype, device=device)
@@ -127,12 +130,13 @@ class Slice(nn.Module):
         order = torch.randperm(batch * pages, device=self.place) + 1
         self.table = order.view(batch, pages)
         self.slots = torch.arange(1, batch + 1, device=self.place)
-        last = shape.keys - 1
-        self.rows = self.table[:, last // PAGE] * PAGE + last % PAGE
+        place = torch.arange(shape.keys - self.new, shape.keys, device=self.place)
+        self.rows = (self.table[:, place // PAGE] * PAGE + place % PAGE).flatten()
         self.lengths = torch.full((batch,), shape.keys, device=self.place)
-        self.tokens = torch.zeros(batch, dtype=torch.int64, device=self.place)
-        self.bank = draw(shape.bank, batch, config.hidden_size)
-        self.prefix, self.update = draw(batch, config.hidden_size), draw(batch, config.hidden_size)
+        total = batch * self.new
+        self.tokens = torch.zeros(total, dtype=torch.int64, device=self.place)
+        self.bank = draw(shape.bank, total, config.hidden_size)
+        self.prefix, self.update = draw(total, config.hidden_size), draw(total, config.hidden_size)
 
     def prepare(self, rung: Rung) -> None:
         """Merged and in tiles as far as the rung wants; there is no way back."""
@@ -151,9 +155,11 @@ class Slice(nn.Module):
     @torch.no_grad()
     def forward(self) -> Stream:
         """One step. What the MoE wrote is still to be added where reads do that; then it is the next layer's work."""
-        spans = Spans.build((1,) * self.batch, (1,) * self.batch, device=self.place)
-        cache = CacheMap(self.slots, self.rows, self.table, PAGE, self.views, lengths=self.lengths)
-        ctx = ForwardContext(self.tokens, spans, cache, num_decodes=self.batch)
+        is_decode, start = self.new == 1, self.shape.keys - self.new
+        spans = Spans.build((self.new,) * self.batch, (start,) * self.batch, device=self.place)
+        lengths = self.lengths if is_decode else None
+        cache = CacheMap(self.slots, self.rows, self.table, PAGE, self.views, lengths=lengths)
+        ctx = ForwardContext(self.tokens, spans, cache, num_decodes=self.batch if is_decode else 0)
         stream = Stream(self.prefix, tuple(self.bank.unbind(0)), self.update, self.bank)
         return self.second.feed(self.second.attend(self.first.attend(stream, ctx), ctx), ctx)
 

@@ -19,10 +19,15 @@ from baltoro.kernels.kda.gate import log_decay
 from baltoro.kernels.kda.reference import l2_norm
 from baltoro.kernels.lora.rows import AdapterRows
 from baltoro.kernels.precision import acc_dtype
+from baltoro.model.cache_map import CacheMap
 from baltoro.model.config import K3Config
-from baltoro.model.context import CacheMap, ForwardContext
+from baltoro.model.context import ForwardContext
 from baltoro.model.linear import Linear, RMSNorm, WeightOnly, product
 from baltoro.model.merged import add_loras, merge_rows
+
+ROW_STEP = 8
+"""Rows of the merged projection come in multiples of so many: with another number of columns cuBLAS takes kernels of
+older cards (4096 x 7168 times 6284 columns on an H200: 1440 us, of which 520 are needed)."""
 
 
 class KDA(nn.Module):
@@ -58,7 +63,7 @@ class KDA(nn.Module):
 
     def merge(self, *, may_copy: bool = True) -> None:
         """Prepare for inference: one product for all that reads x, one convolution weight."""
-        self._merged = merge_rows(self._readers, may_copy=may_copy)
+        self._merged = merge_rows(self._readers, may_copy=may_copy, step=ROW_STEP)
         joined = merge_rows([self.q_conv1d, self.k_conv1d, self.v_conv1d], may_copy=may_copy)
         self._conv_weight = None if joined is None else joined.squeeze(1)
 
@@ -79,8 +84,8 @@ class KDA(nn.Module):
 
     @property
     def _readers(self) -> list[Linear]:
-        """Everything that reads x, in the order of `_project`: beta last, whose few columns would shift the others away
-        from multiples of 16 bytes."""
+        """Everything that reads x, in the order of `_project`: beta last, whose few columns would shift those of others
+        away from multiples of 16 bytes."""
         gate = self.g_proj if self.is_gate_full_rank else self.g_a_proj
         return [self.q_proj, self.k_proj, self.v_proj, self.f_a_proj, gate, self.b_proj]
 
@@ -89,10 +94,10 @@ class KDA(nn.Module):
         if self._merged is None:
             q, k, v, f, gate, b = (linear(x, rows) for linear in self._readers)
             return torch.cat([q, k, v], dim=-1), f, b, gate
-        merged = add_loras(product(x, self._merged), self._readers, x, rows)
-        width = self.num_heads * self.head_dim
-        rest = self._merged.shape[0] - 3 * width - self.head_dim - self.num_heads
-        qkv, f, gate, b = torch.split(merged, [3 * width, self.head_dim, rest, self.num_heads], dim=-1)
+        *sizes, gate_size, heads = [len(reader.weight) for reader in self._readers]
+        out, num = product(x, self._merged), sum(sizes) + gate_size + heads
+        merged = add_loras(out if out.shape[-1] == num else out[..., :num], self._readers, x, rows)
+        qkv, f, gate, b = torch.split(merged, [sum(sizes[:3]), sizes[3], gate_size, heads], dim=-1)
         return qkv, f, b, gate
 
     def _join_conv(self) -> Tensor:

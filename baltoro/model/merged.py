@@ -25,21 +25,27 @@ class HasWeight(Protocol):
     weight: nn.Parameter
 
 
-def merge_rows(linears: Sequence[HasWeight], *, may_copy: bool = True) -> Tensor | None:
+def merge_rows(linears: Sequence[HasWeight], *, may_copy: bool = True, step: int = 1) -> Tensor | None:
     """[sum of rows, in]; writes `weight.data` of each unless they lie end to end. None if that would take a copy which
-    may not be made."""
+    may not be made.
+
+    step: it has more rows, up to a multiple of so many: zeros, or, where the weights lie end to end, what lies behind
+    them if anything does. Nobody may read those columns of a product.
+    """
     weights = [linear.weight.detach() for linear in linears]
-    joined = _end_to_end(weights)
+    joined = _end_to_end(weights, step)
     if joined is not None or not may_copy:
         return joined
-    merged = torch.cat(weights)
-    for linear, rows in zip(linears, torch.split(merged, [len(weight) for weight in weights]), strict=True):
+    sizes = [len(weight) for weight in weights]
+    more = -sum(sizes) % step
+    merged = torch.cat([*weights, weights[0].new_zeros(more, *weights[0].shape[1:])])
+    for linear, rows in zip(linears, torch.split(merged[: len(merged) - more], sizes), strict=True):
         linear.weight.data = rows
     return merged
 
 
-def _end_to_end(weights: Sequence[Tensor]) -> Tensor | None:
-    """One view over all of them, if each begins where the one before ends."""
+def _end_to_end(weights: Sequence[Tensor], step: int) -> Tensor | None:
+    """One view over all of them, if each begins where the one before ends, and what `merge_rows` says of `step`."""
     first = weights[0]
     at, rows = first.storage_offset(), 0
     for weight in weights:
@@ -47,6 +53,9 @@ def _end_to_end(weights: Sequence[Tensor]) -> Tensor | None:
         if not (is_next and weight.storage_offset() == at and weight.is_contiguous() and weight.dtype == first.dtype):
             return None
         at, rows = at + weight.numel(), rows + len(weight)
+    whole, size = -(-rows // step) * step, first.stride(0)
+    if first.storage_offset() + whole * size <= first.untyped_storage().nbytes() // first.itemsize:
+        rows = whole
     return first.as_strided((rows, *first.shape[1:]), first.stride())
 
 

@@ -134,7 +134,7 @@ def source(
         "COUNTERS": triton.next_power_of_2(padded(sizes.width, ROW_UNIT) // tile.block), "SPLIT": tile.split,
         "PARTS": triton.next_power_of_2(sizes.active * tile.split),
         "FETCH": tile_experts.fetched(tile, padded(sizes.inner) // UNIT), "SPREAD": tile.spread, "SIGNAL": tile.signal,
-        "PDL": is_first or is_pairs or not tile.is_arranged,
+        "PDL": is_first or is_pairs or not tile.is_arranged, "WAITS": is_pairs,
     }  # fmt: skip
     constants = {name: constants[name] for name in kernel.arg_names if name in constants}
     types = dict.fromkeys(("x", "hidden"), f"*{dtype}") | dict.fromkeys(("ids", "order"), "*i64")

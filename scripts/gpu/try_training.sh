@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The first call of a session: kernels right? where does a step's time go? how fast, at which batch size? About 4 minutes
+# The first call on a new machine: kernels right? where does a step's time go? how fast, at which batch size? About 4 minutes
 # with an empty Triton cache, of which two are its tuning; leaves triton.tar.xz, profile.txt and timing.txt in $OUT.
 #
 #     try_training.sh [seconds of timing, 60]

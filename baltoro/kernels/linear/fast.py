@@ -32,11 +32,6 @@ THIN_ROWS = 16
 MAX_MERGED_ROWS = 128
 
 
-# One row: weights, of as many programs, are asked for before the kernel in front has ended; the next kernel may begin
-# before it, too.
-ASKS, LETS_GO = 1, False
-
-
 @dataclass(frozen=True, slots=True)
 class Tiles:
     """rows of x, rows n of the weight and width k of a tile; stages: tiles under way, or steps unrolled (one row)."""
@@ -51,7 +46,8 @@ class Tiles:
 def choose_tiles(num_rows: int) -> Tiles:
     """By the number of rows of x; set by scripts/gpu/lab_mla.py on an H200 for 4480 x 7168 (router + latent down)."""
     if num_rows == 1:
-        return Tiles(1, 2, 1024, 7, 4)  # 14 kB of weight a step of 7 in flight, 10 programs a processor
+        # whole rows, asked for before the kernel in front has ended: K3's rank slice in 216 us, 233 in steps of 1024
+        return Tiles(1, 2, 8192, 1, 4)
     if num_rows <= THIN_ROWS:
         return Tiles(8 if num_rows <= 8 else 16, 16, 256, 5, 2)  # 280 programs, all at once, 32 kB under way in each
     return Tiles(64, 64, 64, 5, 4)  # 82 kB: two programs a processor
@@ -60,28 +56,13 @@ def choose_tiles(num_rows: int) -> Tiles:
 def linear(x: Tensor, weight: Tensor) -> Tensor:
     """x [T, I], weight [O, I] -> [T, O]."""
     if x.dim() != 2 or len(x) > MAX_ROWS or not _fits(x, weight):
-        return aligned(x, weight) if _is_uneven(x, weight) else reference.linear(x, weight)
+        return reference.linear(x, weight)
     out = x.new_empty(len(x), len(weight))
     if len(x) > 1 and x.dtype == torch.bfloat16:
         many_rows(x, weight, out, out, 0)
     else:
         few_rows(x, weight, out, out, 0)
     return out
-
-
-def aligned(x: Tensor, weight: Tensor) -> Tensor:
-    """x [T, I], weight [O, I] -> [T, O] by the framework, a view of rows that begin at multiples of 16 bytes.
-
-    cuBLAS takes kernels made for older cards where they do not, which need twice the time.
-    """
-    step = 16 // x.itemsize
-    out = x.new_empty(len(x), -(-len(weight) // step) * step)[:, : len(weight)]
-    return torch.mm(x, weight.T, out=out)
-
-
-def _is_uneven(x: Tensor, weight: Tensor) -> bool:
-    """Whether rows of the product would not begin at multiples of 16 bytes, on a GPU and without gradients."""
-    return x.is_cuda and x.dim() == 2 and len(weight) * x.itemsize % 16 > 0 and _fits(x, weight)
 
 
 def norm_linear(x: Tensor, gain: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -174,7 +155,6 @@ def few_rows(
             x, weight, norm, first, rest, num_first, *weight.shape, eps,
             BLOCK_N=tiles.n, BLOCK_K=min(tiles.k, next_power_of_2(weight.shape[1])), UNROLL=tiles.stages,
             HAS_NORM=gain is not None, IS_EARLY=tiles.k >= weight.shape[1], PDL=is_dependent,
-            ASKS=ASKS if weight.shape[1] * weight.itemsize % 16 == 0 else 0, LETS_GO=LETS_GO,
             num_warps=tiles.warps, **launch,
         )  # fmt: skip
         return

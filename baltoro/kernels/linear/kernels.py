@@ -53,17 +53,6 @@ def few_rows(
 
 
 @triton.jit
-def ask_for_rows(weight, row_bytes, rows):
-    """Have `rows` rows of the weight, one after the other, brought into the second cache; nobody waits for them."""
-    tl.inline_asm_elementwise(
-        """{ .reg .pred asks; .reg .b32 n; .reg .b64 at;
-        mov.u32 n, %tid.x; setp.lt.u32 asks, n, $3; mad.wide.u32 at, n, $2, $1;
-        @asks cp.async.bulk.prefetch.L2.global [at], $2; mov.u32 $0, 0; }""",
-        "=r,l,r,r", [weight.to(tl.int64), row_bytes, rows], dtype=tl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@triton.jit
 def one_row(
     x,
     weight,
@@ -79,8 +68,6 @@ def one_row(
     UNROLL: tl.constexpr,
     HAS_NORM: tl.constexpr,
     IS_EARLY: tl.constexpr,
-    ASKS: tl.constexpr,
-    LETS_GO: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One row of x; one program BLOCK_N rows of the weight, products and sums in fp32, no matrix unit.
@@ -99,17 +86,8 @@ def one_row(
         is_real = k < width
         w = tl.load(weight_row + k[None, :], mask=is_column & is_real[None, :], other=0.0)
     if PDL:
-        if ASKS:
-            begin = tl.program_id(0) * (BLOCK_N * ASKS)
-            row_bytes = width * (weight.dtype.element_ty.primitive_bitwidth // 8)
-            rows = tl.maximum(tl.minimum(BLOCK_N * ASKS, num_columns - begin), 0)
-            ask_for_rows(weight + begin.to(tl.int64) * width, row_bytes, rows)
-        if LETS_GO:
-            gdc_launch_dependents()
-            gdc_wait()
-        else:
-            gdc_wait()
-            gdc_launch_dependents()
+        gdc_wait()
+        gdc_launch_dependents()
     if IS_EARLY:
         values = tl.load(x + k, mask=is_real, other=0.0).to(tl.float32)
         if HAS_NORM:

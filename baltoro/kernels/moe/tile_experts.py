@@ -118,8 +118,6 @@ GROUPS = (
     (6.0, Plan(FEW, FEW)), (12.0, Plan(SMALL, SMALL)), (26.0, Plan(RING, RING)), (52.0, Plan(WIDE, WIDE)),
     (float("inf"), Plan(MANY, MANY)),
 )  # fmt: skip
-# The first product of pairs is launched before the picks are there, and waits for them.
-IS_DEPENDENT = True
 # Products in IEEE fp32 use no matrix instruction; right, not fast.
 EXACT = Plan(Tile(16, 0, 64, 4, 1), Tile(16, 0, 64, 4, 1))
 
@@ -215,7 +213,7 @@ def first(
     num_counters = padded(experts.width, ROW_UNIT) // plan.second.block
     counters = torch.empty(len(ids) if is_pairs else 0, num_counters, dtype=torch.int32, device=x.device)
     units = padded(experts.width) // UNIT
-    waits = IS_DEPENDENT and is_pairs and has_dependent_launch(x)
+    waits = is_pairs and has_dependent_launch(x)
     tile_kernels.first_product[(2 * inner // tile.block, grid)](
         x, table, ids, order, experts.first_packed.view(torch.int32), _scales(experts.first_scale, tile),
         hidden, counters,

@@ -51,7 +51,9 @@ def combine(parts: Tensor, weights: Tensor, z: Tensor) -> Tensor:
     from baltoro.kernels.moe import tile_moves
 
     out, width, active = torch.empty_like(z), parts.shape[1], weights.shape[1]
-    tile_moves.combine[(len(z), cdiv(width, 256))](
-        parts, weights.contiguous(), out, active, width, PARTS=next_power_of_2(active), BLOCK=256, num_warps=4
+    # a warp adds up all parts of its columns: more warps would pass sums through shared memory (64 / 1022 tokens of 16
+    # parts of 3584 columns: 2.7 / 31 us, 10.3 / 138 in blocks of 256 columns by four warps)
+    tile_moves.combine[(len(z), cdiv(width, 128))](
+        parts, weights.contiguous(), out, active, width, PARTS=next_power_of_2(active), BLOCK=128, num_warps=1
     )
     return out
