@@ -39,8 +39,8 @@ def arranged(
     is_rounded: bool,
     is_slab: bool = False,
 ) -> Tensor:
-    """x [., width] -> [rows, width padded] in the products' order of columns; rows as `order` says, nothing where it is
-    negative. is_slab: [width padded / 64, rows, 64], as `slab_text` reads it."""
+    """x [., width], rows apart or not -> [rows, width padded] in the products' order of columns; rows as `order` says,
+    nothing where it is negative. is_slab: [width padded / 64, rows, 64], as `slab_text` reads it."""
     from triton import cdiv
 
     from baltoro.kernels.moe import tile_moves
@@ -49,7 +49,7 @@ def arranged(
     out = torch.empty((2 * units, rows, 64) if is_slab else (rows, units * UNIT), dtype=x.dtype, device=x.device)
     piece = 8 if rows < 1024 else 32  # few rows: more programs; many: fewer, each with more bytes on the way
     tile_moves.arrange[(rows, cdiv(units, piece))](
-        x, x if order is None else order, out, num_active, width, units,
+        x, x if order is None else order, out, num_active, width, x.stride(0), units,
         UNITS=piece, WIDE=wide, IS_SORTED=order is not None, IS_ROUNDED=is_rounded,
         IS_SLAB=is_slab, num_warps=4,
     )  # fmt: skip
