@@ -126,6 +126,13 @@ def biggest_first(table: Tensor) -> Tensor:
     return table[:, torch.argsort(most[expert], descending=True, stable=True)].contiguous()
 
 
+def compared(got: Tensor, wanted: Tensor) -> str:
+    """In words."""
+    if torch.equal(got, wanted):
+        return "the same"
+    return f"NOT THE SAME, by {float((got.float() - wanted.float()).norm() / wanted.float().norm()):.1e}"
+
+
 def times(experts: TiledExperts, ids: Tensor) -> Iterator[str]:
     """Both products without stamps."""
     order, table = tile_order.grouped(ids, RESIDENT, slab_end_text.MOST, slabs.ALIGN)
@@ -137,11 +144,11 @@ def times(experts: TiledExperts, ids: Tensor) -> Iterator[str]:
     for name, tiles in (("as they come", table), ("biggest first", biggest_first(table))):
         for is_turned in (False, True):
             run = partial(first, table=tiles, is_turned=is_turned)
-            same = "the same" if torch.equal(run()[:, live], hidden[:, live]) else "NOT THE SAME"
+            same = compared(run()[:, live], hidden[:, live])
             how = "in a loop" if is_turned else "in line"
             yield f"first, hidden {how}, tiles {name}: {graph_us(run, samples=9, inner=5):.1f} us, {same}"
         run = partial(second, table=tiles)
-        same = "the same" if torch.equal(run(), parts) else "NOT THE SAME"
+        same = compared(run(), parts)
         yield f"second, tiles {name}: {graph_us(run, samples=9, inner=5):.1f} us, {same}"
 
 
