@@ -161,7 +161,7 @@ def _entering(rows: Tensor, cache: CacheMap, ctx: ForwardContext) -> Tensor | No
     if all(ctx.prefill.starts):
         return found
     fresh = ctx.prefill_is_fresh.view(-1, *([1] * (found.dim() - 1)))
-    return torch.where(fresh, torch.zeros((), dtype=found.dtype, device=found.device), found)
+    return found.masked_fill_(fresh, 0)
 
 
 def _leave(rows: Tensor, after: Tensor, ctx: ForwardContext) -> None:

@@ -26,7 +26,7 @@ from baltoro.kernels.spans import Spans
 
 # most promising first
 ENTER_TILES = (
-    Tile(8, 8, 4), Tile(8, 4, 4), Tile(8, 16, 4), Tile(16, 8, 8), Tile(4, 8, 2), Tile(16, 4, 4), Tile(32, 1, 4),
+    Tile(8, 4, 4), Tile(8, 8, 4), Tile(8, 16, 4), Tile(16, 8, 8), Tile(4, 8, 2), Tile(16, 4, 4), Tile(32, 1, 4),
     Tile(4, 16, 2), Tile(16, 4, 8),
 )  # fmt: skip
 GATED = ((4096, 4), (8192, 4), (2048, 4), (4096, 8), (8192, 8), (2048, 2))

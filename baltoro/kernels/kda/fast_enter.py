@@ -37,8 +37,9 @@ class Tile:
         return self.groups * self.rows
 
 
-# 128 channels in bf16 are 16 threads of 16 bytes, so 4 warps are 8 groups; 11 loads are under way in each thread
-TILE = Tile(8, 8, 4)
+# 128 channels in bf16 are 16 threads of 16 bytes, so 4 warps are 8 groups; 7 loads are under way in each thread, and 5
+# programs of 88 registers share a processor (8 x 8: 148 registers and 3 programs, but 11 inputs for 8 outputs)
+TILE = Tile(8, 4, 4)
 
 
 def enter(
