@@ -3,20 +3,22 @@
     python -m scripts.gpu.lab_mix [--seconds 30]        --dry: tiny sizes, what a CPU can do of it
 
 Times are graph replays; floor: bytes read once and written once at this run's rate of a copy. Inputs and outputs of
-4096 tokens fit the 50 MB of L2 only in part, so those of three sets take turns.
+4096 tokens fit the 50 MB of L2 only in part, so those of three sets take turns. Checks run in processes of their own,
+beside each other, and leave what they compiled in the cache on disk.
 """
 
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import time
 from collections.abc import Callable
-from itertools import cycle
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from baltoro.bench.kernels.timing import ceilings, graph_us
+from baltoro.bench.kernels.timing import ceilings, wall_or_graph_us
 from baltoro.kernels.kda import enter, fast_enter
 from baltoro.kernels.kda.fast_enter import Tile
 from baltoro.kernels.kda.fused_reference import MixerWeights
@@ -26,10 +28,9 @@ from baltoro.kernels.spans import Spans
 
 # most promising first
 ENTER_TILES = (
-    Tile(8, 4, 4), Tile(8, 8, 4), Tile(8, 16, 4), Tile(16, 8, 8), Tile(4, 8, 2), Tile(16, 4, 4), Tile(32, 1, 4),
-    Tile(4, 16, 2), Tile(16, 4, 8),
+    Tile(8, 4, 4), Tile(8, 8, 4), Tile(16, 4, 8), Tile(4, 8, 2), Tile(16, 4, 4), Tile(8, 16, 4), Tile(32, 1, 4)
 )  # fmt: skip
-GATED = ((4096, 4), (8192, 4), (2048, 4), (4096, 8), (8192, 8), (2048, 2))
+GATED = ((4096, 4), (8192, 4), (2048, 4), (4096, 8), (2048, 2))
 """Values of a program, warps."""
 BF16 = torch.bfloat16
 EPS, SETS, HEADS, WIDTH, TAPS = 1e-5, 3, 12, 128, 4
@@ -67,19 +68,25 @@ def inputs(tokens: int, spans: int, heads: int, width: int, device: str, dtype: 
     return x, raw, b, gate.unflatten(-1, (heads, width)), o, history
 
 
-def check(tokens: int, num: int, heads: int, width: int, device: str, dtype: torch.dtype, tile: Tile) -> str:
-    """Errors against the reference in the same dtype, which rounds at the same places."""
-    weights, spans = weights_of(heads, width, device), Spans.build((tokens // num,) * num, (9,) * num, device)
-    x, raw, b, gate, o, history = inputs(tokens, num, heads, width, device, dtype)
-    borders = tuple((n, 64) for n in range(num) if tokens // num > 64)
-    layout = {"spans": spans, "history": history, "borders": borders}
-    made, after = fast_enter.launch(x, raw, b, weights, tile=tile, **layout)
-    plain, kept = enter.enter(x, raw, b, weights, **layout)
-    gaps = [f"{name} {gap(a, c):.1e}" for name, a, c in zip(made._fields, made, plain, strict=True)]
-    gaps.append(f"history {'equal' if torch.equal(after, kept) else 'WRONG'}")
-    got = fast_norm.gated_launch(o, gate, weights.norm, EPS, dtype, *GATED[0])
-    gaps.append(f"norm {gap(got, norm.gated_rms_norm(o, gate, weights.norm, EPS, dtype)):.1e}")
-    return ", ".join(gaps)
+@torch.no_grad()
+def check(case: tuple[Tile, torch.dtype, tuple[int, int]], sizes: tuple[int, int, int, int], device: str) -> str:
+    """A line: errors against the reference in the same dtype, which rounds at the same places."""
+    (tile, dtype, gated), (tokens, num, heads, width) = case, sizes
+    name = f"{tile.groups}x{tile.rows} {tile.warps} warps, norm {gated}, {str(dtype)[6:]}"
+    try:
+        torch.manual_seed(0)
+        weights, spans = weights_of(heads, width, device), Spans.build((tokens // num,) * num, (9,) * num, device)
+        x, raw, b, gate, o, history = inputs(tokens, num, heads, width, device, dtype)
+        borders = tuple((n, 64) for n in range(num) if tokens // num > 64)
+        made, after = fast_enter.launch(x, raw, b, weights, spans, history, borders, tile)
+        plain, kept = enter.enter(x, raw, b, weights, spans=spans, history=history, borders=borders)
+        gaps = [f"{part} {gap(a, c):.1e}" for part, a, c in zip(made._fields, made, plain, strict=True)]
+        gaps.append(f"history {'equal' if torch.equal(after, kept) else 'WRONG'}")
+        got = fast_norm.gated_launch(o, gate, weights.norm, EPS, dtype, *gated)
+        gaps.append(f"norm {gap(got, norm.gated_rms_norm(o, gate, weights.norm, EPS, dtype)):.1e}")
+        return f"{name}: {', '.join(gaps)}"
+    except Exception as error:  # noqa: BLE001 - a line, not the end
+        return f"{name} FAILED {type(error).__name__}: {str(error)[:200]}"
 
 
 def rotated(work: Callable[[Inputs], object], sets: list[Inputs]) -> float:
@@ -90,51 +97,54 @@ def rotated(work: Callable[[Inputs], object], sets: list[Inputs]) -> float:
         kept.clear()
         kept.extend(work(one) for one in sets)
 
-    return graph_us(launch, samples=5, inner=3) / len(sets)
+    return wall_or_graph_us(launch, True) / len(sets)
 
 
-def measured(tokens: int, num: int, seconds: float, bytes_per_s: float) -> None:
-    """The sweep of one shape, until so many seconds are spent."""
-    began = time.perf_counter()
-    weights, spans = weights_of(HEADS, WIDTH, "cuda"), Spans.build((tokens // num,) * num, (9,) * num, "cuda")
-    sets = [inputs(tokens, num, HEADS, WIDTH, "cuda", BF16) for _ in range(SETS if tokens < 20000 else 1)]
-    size = tokens * HEADS * WIDTH
-    floors = [1e6 * values / bytes_per_s for values in (2 * 3 * size * 2 + size * 2 + size * 4, 3 * size * 2)]
+def works(weights: MixerWeights, spans: Spans) -> list[tuple[str, bool, Callable[[Inputs], object]]]:
+    """(name, is it the norm, what it does), references first."""
 
     def plain_enter(one: Inputs) -> object:
-        x, raw, b, _, _, history = one
-        return enter.enter(x, raw, b, weights, spans=spans, history=history)
+        return enter.enter(*one[:3], weights, spans=spans, history=one[5])
 
     def plain_norm(one: Inputs) -> object:
-        return norm.gated_rms_norm(one[4], one[3], weights.norm, EPS, BF16)
+        return norm.gated_rms_norm(one[4], one[3], weights.norm, EPS, one[4].dtype)
 
-    rows: list[tuple[float, float, str]] = []
-    shape = f"{tokens} tokens in {num}"
-    for name, work, floor in (("enter", plain_enter, floors[0]), ("norm", plain_norm, floors[1])):
-        say(f"{shape}: {name} in plain torch {rotated(work, sets):.1f} us, floor {floor:.1f}")
-    cases: list[tuple[str, float, Callable[[Inputs], object]]] = []
-    for tile, gated in zip(ENTER_TILES, cycle(GATED), strict=False):
+    def fast(tile: Tile, one: Inputs) -> object:
+        return fast_enter.launch(*one[:3], weights, spans, one[5], (), tile)
 
-        def fast(one: Inputs, tile: Tile = tile) -> object:
-            x, raw, b, _, _, history = one
-            return fast_enter.launch(x, raw, b, weights, spans, history, (), tile)
+    def gated(shape: tuple[int, int], one: Inputs) -> object:
+        return fast_norm.gated_launch(one[4], one[3], weights.norm, EPS, one[4].dtype, *shape)
 
-        def fast_gated(one: Inputs, gated: tuple[int, int] = gated) -> object:
-            return fast_norm.gated_launch(one[4], one[3], weights.norm, EPS, BF16, *gated)
+    found: list[tuple[str, bool, Callable[[Inputs], object]]] = [
+        ("enter, plain torch", False, plain_enter), ("norm, plain torch", True, plain_norm),
+    ]  # fmt: skip
+    for n, tile in enumerate(ENTER_TILES):
+        found.append((f"enter {tile.groups}x{tile.rows} {tile.warps} warps", False, partial(fast, tile)))
+        if n < len(GATED):
+            found.append((f"norm {GATED[n][0]} values {GATED[n][1]} warps", True, partial(gated, GATED[n])))
+    return found
 
-        cases += [(f"enter {tile.groups}x{tile.rows} {tile.warps} warps", floors[0], fast)]
-        cases += [(f"norm {gated[0]} values {gated[1]} warps", floors[1], fast_gated)]
-    for name, floor, work in {case[0]: case for case in cases}.values():
-        if rows and time.perf_counter() - began > seconds:
-            say(f"{shape}: time is spent before {name}")
+
+def measure(sizes: tuple[int, int, int, int], device: str, dtype: torch.dtype, seconds: float, rate: float) -> None:
+    """The sweep of one shape, until so many seconds are spent; rate in bytes/s."""
+    began, (tokens, num, heads, width) = time.perf_counter(), sizes
+    weights, spans = weights_of(heads, width, device), Spans.build((tokens // num,) * num, (9,) * num, device)
+    sets = [inputs(*sizes, device, dtype) for _ in range(SETS if tokens < 20000 else 1)]
+    size, item = tokens * heads * width, dtype.itemsize
+    # q, k, v in and out, the raw gate, its decay in fp32; o and gate in, the result out
+    floors = [1e6 * num_bytes / rate for num_bytes in (7 * size * item + 4 * size, 3 * size * item)]
+    rows: list[tuple[bool, float, str]] = []
+    for name, is_norm, work in works(weights, spans):
+        if len(rows) > 3 and time.perf_counter() - began > seconds:
+            say(f"time is spent before {name}")
             break
         try:
-            time_us = rotated(work, sets)
-            rows.append((time_us, time_us / floor, name))
+            rows.append((is_norm, rotated(work, sets), name))
         except Exception as error:  # noqa: BLE001 - a line, not the end
             say(f"{name} FAILED {type(error).__name__}: {str(error)[:200]}")
-    for time_us, over, name in sorted(rows, key=lambda row: (row[2].split()[0], row[0])):
-        say(f"  {shape}: {time_us:8.1f} us {over:5.2f} x floor  {name}")
+    for is_norm, time_us, name in sorted(rows):
+        over = time_us / floors[is_norm]
+        say(f"  {tokens} tokens in {num}: {time_us:8.1f} us {over:6.2f} x {floors[is_norm]:.1f}  {name}")
 
 
 @torch.no_grad()
@@ -143,21 +153,21 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=30)
     parser.add_argument("--dry", action="store_true")
     args = parser.parse_args()
-    device, dtypes = ("cpu", (torch.float32,)) if args.dry else ("cuda", (BF16, torch.float32))
-    sizes = (70, 2, 2, 16) if args.dry else (4096, 4, HEADS, WIDTH)
-    for dtype in dtypes:
-        for tile in ENTER_TILES[: 2 if args.dry else None]:
-            try:
-                say(f"{tile} {str(dtype)[6:]}: {check(*sizes, device, dtype, tile)}")
-            except Exception as error:  # noqa: BLE001 - a line, not the end
-                say(f"{tile} {dtype} FAILED {type(error).__name__}: {str(error)[:200]}")
+    began = time.perf_counter()
     if args.dry:
+        say(check((ENTER_TILES[0], torch.float32, GATED[0]), (70, 2, 2, 16), "cpu"))
+        measure((40, 2, 2, 16), "cpu", torch.float32, 0.0, 1e12)
         return
-    began, rate = time.perf_counter(), ceilings().bytes_per_s
-    say(f"copies {rate / 1e12:.2f} TB/s")
-    for n, shape in enumerate(SHAPES):
+    cases = [(tile, BF16, GATED[n % len(GATED)]) for n, tile in enumerate(ENTER_TILES)]
+    cases.append((ENTER_TILES[0], torch.float32, GATED[0]))
+    with multiprocessing.get_context("spawn").Pool(len(cases), maxtasksperchild=1) as pool:
+        for line in pool.imap(partial(check, sizes=(4096, 4, HEADS, WIDTH), device="cuda"), cases):
+            say(line)
+    rate = ceilings().bytes_per_s
+    say(f"copies {rate / 1e12:.2f} TB/s, {time.perf_counter() - began:.0f} s so far")
+    for n, (tokens, num) in enumerate(SHAPES):
         left = args.seconds - (time.perf_counter() - began)
-        measured(*shape, left / (len(SHAPES) - n), rate)
+        measure((tokens, num, HEADS, WIDTH), "cuda", BF16, left / (len(SHAPES) - n), rate)
 
 
 if __name__ == "__main__":
