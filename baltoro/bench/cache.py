@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from baltoro.bench.books_runner import Answer, BooksRunner, StepCost
 from baltoro.bench.record import median
-from baltoro.bench.replay import Answer, BooksRunner, StepCost
 from baltoro.bench.replay_plan import CHUNK, plan_replay
 from baltoro.bench.shapes import named_shape, rank_shape
 from baltoro.cache.prefix import PrefixTree

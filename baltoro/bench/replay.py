@@ -17,33 +17,22 @@ from typing import Any
 
 import torch
 
+from baltoro.bench.books_runner import DEFAULT_COST, BooksRunner, StepCost
 from baltoro.bench.replay_plan import CHUNK, plan_replay
 from baltoro.bench.trace import TraceRequest, TraceText
-from baltoro.cache.pool import ArenaLayout
+from baltoro.cache.shape import ArenaLayout
 from baltoro.engine.assemble import build_books
-from baltoro.engine.batch import Found, Plan, Result
 from baltoro.engine.config import EngineConfig
 from baltoro.engine.loop import Loop
 from baltoro.engine.memory import Memory
 from baltoro.engine.planner import MemoryPlan, arena_layout
-from baltoro.engine.prefix import namespace_of
+from baltoro.engine.prefix_key import namespace_of
 from baltoro.engine.request import Request
 from baltoro.engine.scheduler import Scheduler
 from baltoro.model.config import K3Config
 from baltoro.protocol.sampling import SamplingParams
 
 MAX_SAMPLES = 2000
-
-
-@dataclass(frozen=True, slots=True)
-class StepCost:
-    """Seconds of a step on the device."""
-
-    step_s: float = 0.02
-    token_s: float = 20e-6
-
-
-DEFAULT_COST = StepCost()
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,35 +101,6 @@ class Replayed:
             "hit_share": self.hit_tokens / max(1, sum(one.num_prompt for one in done)),
             "computed_share": self.computed_tokens / max(1, self.prompt_tokens),
         }
-
-
-class BooksRunner:
-    """Computes nothing: the next token is the one that the trace has there."""
-
-    def __init__(self, outputs: dict[str, array[int]], cost: StepCost) -> None:
-        self.clock = 0.0
-        self._outputs, self._cost = outputs, cost
-
-    def launch(self, plan: Plan) -> Answer:
-        """A step that is over at once, on a clock that goes on by what it would have taken."""
-        self.clock += self._cost.step_s + self._cost.token_s * plan.num_tokens
-        found = []
-        for span in plan.spans:
-            if span.draw is not None:
-                output = self._outputs.get(span.request.request_id, ())
-                at = span.draw.position - span.request.num_prompt
-                found.append(Found(output[at] if at < len(output) else 0))
-        return Answer(Result(found))
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """A Ticket whose step is over."""
-
-    result: Result
-
-    def wait(self) -> Result:
-        return self.result
 
 
 class Replay:

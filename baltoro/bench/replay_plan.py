@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from baltoro.cache.pool import ArenaLayout, UnifiedShape
+from baltoro.cache.shape import ArenaLayout, UnifiedShape
 from baltoro.engine.config import EngineConfig
 from baltoro.engine.planner import MemoryPlan, arena_layout, plan_memory
 from baltoro.errors import ConfigError

@@ -22,8 +22,9 @@ from baltoro.errors import InvariantError
 from baltoro.kernels.dispatch import SWITCH, kernels_for
 from baltoro.kernels.spans import Spans
 from baltoro.model.attnres import Stream
+from baltoro.model.cache_map import CacheMap
 from baltoro.model.config import K3Config
-from baltoro.model.context import CacheMap, ForwardContext
+from baltoro.model.context import ForwardContext
 from baltoro.model.kda import KDA
 from baltoro.model.layer import DecoderLayer
 from baltoro.model.linear import RMSNorm

@@ -15,39 +15,17 @@ Single caller: the thread of the scheduler. Source: spec/serving.md A.8.
 
 from __future__ import annotations
 
-import logging
-import queue
-import threading
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from baltoro.cache.disk_files import DiskFiles, Files, file_bytes
+from baltoro.cache.disk_thread import DiskThread, Done, Job, JobKind
 from baltoro.cache.lru import LeafLru
 from baltoro.cache.tier import Landed, TierEntry, TierRecord, TierStats
 from baltoro.errors import InvariantError
-from baltoro.observe import log, logger
 
 MAX_PENDING_BYTES = 1 << 30
 """A queue of a few large states; a disk that cannot keep up makes spills be refused, not memory grow."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Job:
-    """`number` tells jobs apart; `num_bytes` are held in memory until the result is picked up."""
-
-    number: int
-    kind: Literal["put", "get", "remove"]
-    digest: bytes
-    num_bytes: int = 0
-    record: TierRecord | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class _Done:
-    job: _Job
-    is_ok: bool
-    record: TierRecord | None = None
 
 
 @dataclass(slots=True)
@@ -62,7 +40,15 @@ class _Item:
 class DiskTier:
     """A Tier on files. Single caller: the scheduler's thread; its own thread touches files only."""
 
-    def __init__(self, files: Files, max_bytes: int, *, max_pending_bytes: int = MAX_PENDING_BYTES) -> None:
+    def __init__(
+        self,
+        files: Files,
+        max_bytes: int,
+        *,
+        max_pending_bytes: int = MAX_PENDING_BYTES,
+        thread: DiskThread | None = None,
+    ) -> None:
+        """`thread`: who does the jobs on `files`; one of its own by default."""
         self.max_bytes, self.max_pending_bytes = max_bytes, max_pending_bytes
         self._files = files
         self._items: dict[bytes, _Item] = {}
@@ -71,11 +57,8 @@ class DiskTier:
         self._num_written = self._num_read = self._num_evicted = self._num_refused = self._num_bad = 0
         self._prefetches: dict[bytes, int] = {}
         self._results: list[tuple[Landed, int]] = []  # with the bytes that each keeps in memory
-        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        self._done: queue.SimpleQueue[_Done] = queue.SimpleQueue()
         self._is_closed = False
-        self._thread = threading.Thread(target=self._work, name="disk tier", daemon=True)
-        self._start()
+        self._thread = thread or DiskThread(files)
         self._rebuild()
 
     @staticmethod
@@ -104,7 +87,7 @@ class DiskTier:
             return False
         is_own = self._num_jobs > num_jobs
         while self.is_landing(record.digest):
-            self._apply(self._next_done())
+            self._apply(self._thread.wait())
         return self.lookup(record.digest) is not None or (not is_own and self.put(record))
 
     def get(self, digest: bytes) -> TierRecord | None:
@@ -114,7 +97,7 @@ class DiskTier:
         self.touch(digest)
         number = self._submit("get", digest, entry.num_bytes)
         while True:
-            done = self._next_done()
+            done = self._thread.wait()
             self._apply(done)
             if done.job.number == number:
                 _, num_bytes = self._results.pop()
@@ -139,7 +122,7 @@ class DiskTier:
 
     def landed(self) -> list[Landed]:
         """Errors: InvariantError if the thread died."""
-        self._check_alive()
+        self._thread.check()
         self._apply_all()
         results, self._results = self._results, []
         self._num_pending_bytes -= sum(num_bytes for _, num_bytes in results)
@@ -172,8 +155,7 @@ class DiskTier:
         if self._is_closed:
             return
         self._is_closed = True
-        self._jobs.put(None)
-        self._thread.join()
+        self._thread.close()
         self._apply_all()
         self._files.close()
 
@@ -224,26 +206,20 @@ class DiskTier:
     def _can_queue(self, num_bytes: int) -> bool:
         return not self._num_pending_bytes or self._num_pending_bytes + num_bytes <= self.max_pending_bytes
 
-    def _submit(
-        self, kind: Literal["put", "get", "remove"], digest: bytes, num_bytes: int = 0, record: TierRecord | None = None
-    ) -> int:
+    def _submit(self, kind: JobKind, digest: bytes, num_bytes: int = 0, record: TierRecord | None = None) -> int:
         if self._is_closed:
             raise InvariantError("the disk tier was used after close()")
-        self._check_alive()
+        self._thread.check()
         self._num_jobs += 1
         self._num_pending_bytes += num_bytes
-        self._jobs.put(_Job(self._num_jobs, kind, digest, num_bytes, record))
+        self._thread.put(Job(self._num_jobs, kind, digest, num_bytes, record))
         return self._num_jobs
 
     def _apply_all(self) -> None:
-        while True:
-            try:
-                done = self._done.get_nowait()
-            except queue.Empty:
-                return
+        while (done := self._thread.poll()) is not None:
             self._apply(done)
 
-    def _apply(self, done: _Done) -> None:
+    def _apply(self, done: Done) -> None:
         """Let the index know how a job went, unless it has moved on since the job was queued."""
         job, item = done.job, self._items.get(done.job.digest)
         if job.kind == "put":
@@ -266,38 +242,3 @@ class DiskTier:
                 del self._prefetches[job.digest]
             if not done.is_ok and item is not None and item.number < job.number:
                 self._forget(job.digest)
-
-    def _next_done(self) -> _Done:
-        """Wait for the thread. Errors: InvariantError if it died."""
-        while True:
-            try:
-                return self._done.get(timeout=1)
-            except queue.Empty:
-                self._check_alive()
-
-    def _check_alive(self) -> None:
-        if not self._is_closed and not self._thread.is_alive():
-            raise InvariantError("the thread of the disk tier died; its traceback is on stderr")
-
-    def _start(self) -> None:
-        self._thread.start()
-
-    def _work(self) -> None:
-        """The thread: jobs until None comes."""
-        while (job := self._jobs.get()) is not None:
-            self._done.put(self._do(job))
-
-    def _do(self, job: _Job) -> _Done:
-        """One job; a file that cannot be used is a record that is lost, not an error."""
-        try:
-            if job.kind == "get":
-                record = self._files.read(job.digest)
-                return _Done(job, record is not None, record)
-            if job.record is not None:
-                self._files.write(job.record)
-            else:
-                self._files.remove(job.digest)
-        except OSError as error:
-            log(logger("cache"), "disk tier", level=logging.WARNING, job=job.kind, error=str(error))
-            return _Done(job, False)
-        return _Done(job, True)

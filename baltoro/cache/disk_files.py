@@ -8,7 +8,7 @@ left under the other name is removed when the directory is opened.
 In: records. Out: the same records, or None.
 Invariants: a file that is short, long, altered, of another fingerprint or under a wrong name is removed and counted as
 lost. Names without our suffix are left alone. One process has a directory at a time.
-Single caller: the thread of `disk.py`, after open.
+Single caller: the thread of `disk_thread.py`, after open.
 """
 
 from __future__ import annotations

@@ -20,7 +20,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from baltoro.cache.pool import ArenaLayout, Pool
+from baltoro.cache.pool import Pool
+from baltoro.cache.shape import ArenaLayout
 from baltoro.errors import ConfigError, ShapeError
 
 BLOCKS_PER_STATE = 64  # entries of a model without KV cost no bytes; this bounds how many there can be

@@ -20,9 +20,9 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from baltoro.cache import evict
+from baltoro.cache.answers import Inserted, Match, Pin, TreeStats
 from baltoro.cache.audit import Holding
 from baltoro.cache.books import Books
 from baltoro.cache.evict import Evicted
@@ -33,62 +33,6 @@ from baltoro.cache.retention import PASSING, CheckpointKind, Retention
 from baltoro.cache.tree_audit import tree_faults
 from baltoro.cache.walk import pages_of, path_below, states_above
 from baltoro.errors import ConfigError, LeakError
-
-
-@dataclass(frozen=True, slots=True)
-class Match:
-    """What the tree knows of a prompt; right until the tree is next written to, unless pinned.
-
-    `depth`: tokens that can be restored, `state` the slot to start from (None: start from nothing, or no states in
-    this model), `pages` those of [0, depth). `kv_depth`: how far KV goes. `branch`: depth at which this request should
-    plant a checkpoint because others have been there, 0 if nowhere.
-    """
-
-    namespace: bytes
-    depth: int
-    kv_depth: int
-    state: int | None
-    pages: tuple[int, ...]
-    branch: int
-    digest: bytes
-    node: Node | None
-
-
-@dataclass(frozen=True, slots=True)
-class Pin:
-    """A receipt: while it is out, the prefix (and with `has_state` its state) stays. Given back exactly once."""
-
-    serial: int
-    node: Node | None
-    has_state: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Inserted:
-    """`num_new_tokens` entered the tree; `superseded` slots were released because the new state replaces them.
-
-    Where `is_state_taken` is False, the slot that was offered is still the caller's.
-    """
-
-    num_new_tokens: int
-    is_state_taken: bool
-    superseded: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class TreeStats:
-    """Present contents, and totals since the start (`num_evicted_*`, `num_superseded`)."""
-
-    num_nodes: int
-    num_tokens: int
-    num_states: int
-    num_tombstones: int
-    num_pins: int
-    num_namespaces: int
-    num_evicted_nodes: int
-    num_evicted_states: int
-    num_superseded: int
-
 
 NOTHING = Inserted(0, False, ())
 

@@ -16,7 +16,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
-from baltoro.cache.host import HostBook, HostEntry
+from baltoro.cache.host import HostBook
+from baltoro.cache.host_entry import HostEntry
 
 if TYPE_CHECKING:  # the store brings torch along; a tier alone does not need it
     from baltoro.cache.host_store import HostStore

@@ -19,8 +19,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from baltoro.cache.books import BookMove
-from baltoro.cache.pool import UnifiedShape
 from baltoro.cache.region import Ids, Region
+from baltoro.cache.shape import UnifiedShape
 from baltoro.errors import LeakError, PoolExhausted
 
 

@@ -217,7 +217,9 @@ def cache(
 @app.command()
 def kernels(
     peers: Annotated[bool, typer.Option("--peers", help="Also the peers that are installed.")] = False,
-    only: Annotated[str, typer.Option(help="Of kda, mla, attnres, moe, with commas between them; none: all.")] = "",
+    only: Annotated[
+        str, typer.Option(help="Of kda, mla, mla_prefill, attnres, moe, with commas between them; none: all.")
+    ] = "",
     json: Annotated[Path, typer.Option(help="File to write.")] = Path("bench/results/kernels.json"),
 ) -> None:
     """Times of kernels on a CUDA device, against floors of the same run; each is checked before it is timed.

@@ -52,7 +52,8 @@ def cache_trace(
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    from baltoro.bench.replay import Replay, StepCost
+    from baltoro.bench.books_runner import StepCost
+    from baltoro.bench.replay import Replay
     from baltoro.bench.replay_plan import replay_config
     from baltoro.bench.replay_plot import plot_replay
     from baltoro.bench.replay_report import write_replay

@@ -16,66 +16,14 @@ Single writer: the engine's thread. Source: spec/training.md B.2 (8, 9, 10, 12),
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from baltoro.engine.adapter_version import AdapterVersion, Install
 from baltoro.errors import ConfigError, LeakError, RequestError
 from baltoro.model.adapter import Adapter
 
 if TYPE_CHECKING:
     from baltoro.engine.request import Request
-
-
-@dataclass(slots=True, eq=False)
-class AdapterVersion:
-    """One load of one name. Single writer: AdapterBook.
-
-    weights    the host copy; None once it was dropped
-    source     where it came from, as told to clients
-    num_users  requests that have not ended
-    """
-
-    name: str
-    number: int
-    digest: str
-    rank: int
-    num_bytes: int
-    source: str
-    weights: Adapter | None
-    num_users: int = 0
-    is_retired: bool = False
-    last_used: int = 0
-
-    @property
-    def namespace(self) -> str:
-        """What tells its prefixes from those of every other version."""
-        return f"{self.name}@{self.number}:{self.digest}"
-
-    @property
-    def is_gone(self) -> bool:
-        """Whether nobody can use it any more."""
-        return self.is_retired and not self.num_users
-
-    def facts(self) -> dict[str, object]:
-        """For clients."""
-        is_here = self.weights is not None
-        return {
-            "version": self.number,
-            "digest": self.digest,
-            "rank": self.rank,
-            "num_bytes": self.num_bytes,
-            "path": self.source,
-            "num_users": self.num_users,
-            "is_on_host": is_here,
-        }
-
-
-@dataclass(frozen=True, slots=True)
-class Install:
-    """Copy a version into an adapter slot before the layers run."""
-
-    slot: int
-    weights: Adapter
 
 
 class AdapterBook:

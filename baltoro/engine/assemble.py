@@ -1,7 +1,7 @@
-"""Puts the memory of an engine together: arena, books, ledger, prefix tree.
+"""Puts the memory of an engine together: arena, books, ledger, prefix tree, and what adapters and windows need.
 
 In: what was asked (EngineConfig) and what was decided (MemoryPlan). Out: the Pool that the runner moves bytes in, and
-the Memory that the scheduler keeps books with.
+the Memory that the scheduler keeps books with; adapter slots in the model, records of draft windows.
 """
 
 from __future__ import annotations
@@ -15,10 +15,12 @@ from baltoro.cache.books import Books, FixedBooks
 from baltoro.cache.disk import DiskTier
 from baltoro.cache.host import HostBook
 from baltoro.cache.host_store import HostStore
-from baltoro.cache.pool import ArenaLayout, ArenaShape, Pool, UnifiedShape
+from baltoro.cache.pool import Pool
 from baltoro.cache.prefix import PrefixTree
 from baltoro.cache.retention import retention_by_name
+from baltoro.cache.shape import ArenaLayout, ArenaShape, UnifiedShape
 from baltoro.cache.unified import UnifiedBooks
+from baltoro.cache.windows import WindowRecords
 from baltoro.engine.config import EngineConfig
 from baltoro.engine.ledger import Ledger
 from baltoro.engine.memory import Memory
@@ -27,7 +29,11 @@ from baltoro.engine.prefix import PrefixCache
 from baltoro.engine.runner import Model
 from baltoro.engine.tiers import HostTier
 from baltoro.errors import ConfigError
+from baltoro.model.decoder import K3Model
+from baltoro.model.lora import AdapterBank, add_adapters
 
+MAX_FIXED_SLOTS = 4
+"""Adapter slots whose terms are computed for all rows; with more, products with zeros cost more than asking."""
 SAMPLE = 32
 """Values from each end of a weight that go into the fingerprint."""
 
@@ -104,3 +110,34 @@ def fingerprint(model: Model, dtype: torch.dtype) -> bytes:
         ends = torch.cat([tensor.flatten()[:SAMPLE], tensor.flatten()[-SAMPLE:]])
         digest.update(name.encode() + ends.contiguous().cpu().view(torch.uint8).numpy().tobytes())
     return digest.digest()
+
+
+def add_bank(model: Model, config: EngineConfig) -> AdapterBank | None:
+    """Adapter slots in every site of the model; None if no adapters are wanted. Errors: ConfigError."""
+    if not config.max_loras:
+        return None
+    if not isinstance(model, K3Model):
+        raise ConfigError("max_loras: this model has no place for adapters")
+    return add_adapters(model, config.max_loras, config.max_lora_rank, has_experts=config.lora_experts)
+
+
+def window_records(model: Model, config: EngineConfig, dtype: torch.dtype) -> WindowRecords | None:
+    """Room for the inputs of draft windows; None if none are verified. Errors: ConfigError."""
+    if not config.verify_window:
+        return None
+    if not isinstance(model, K3Model):
+        raise ConfigError("verify_window: this model verifies no windows")
+    shape = model.config
+    return WindowRecords(
+        len(shape.kda_layers), config.max_running, config.verify_window,
+        heads=shape.kda_num_heads, dim=shape.kda_head_dim, dtype=dtype, device=config.device,
+    )  # fmt: skip
+
+
+def num_fixed_slots(model: Model, config: EngineConfig) -> int:
+    """Slots of the bank where terms of adapters are had in fixed form: on a GPU, where asking which rows have which
+    adapter waits for the device, for few slots and small experts."""
+    if config.device == "cpu" or config.max_loras > MAX_FIXED_SLOTS or not isinstance(model, K3Model):
+        return 0
+    most = max(config.max_batch_tokens, config.max_running * config.verify_window)
+    return config.max_loras if model.can_fix_adapters(most) else 0

@@ -8,49 +8,32 @@ Not thread-safe: one thread owns an engine.
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 
-import msgspec
 import torch
 
 from baltoro.cache.pages import pages_for
-from baltoro.cache.windows import WindowRecords
-from baltoro.engine.adapters import AdapterBook, AdapterVersion, parse_modules
-from baltoro.engine.assemble import build_memory
+from baltoro.engine.adapter_version import AdapterVersion
+from baltoro.engine.adapters import AdapterBook, parse_modules
+from baltoro.engine.assemble import add_bank, build_memory, num_fixed_slots, window_records
 from baltoro.engine.base import Base, base_facts, share_model, trim_heap
 from baltoro.engine.config import EngineConfig
 from baltoro.engine.graphs import CudaBackend, Report
+from baltoro.engine.intake import Intake, Masks, StopRules
 from baltoro.engine.loop import Loop
-from baltoro.engine.media import media_runs
 from baltoro.engine.numbers import engine_numbers
 from baltoro.engine.planner import are_experts_dense, check_device, free_bytes, plan_memory, resolve_dtype
-from baltoro.engine.prefix import namespace_of
-from baltoro.engine.request import MediaRun, Request
 from baltoro.engine.runner import Model, Runner
-from baltoro.engine.sampler import fork_seed, uniform
 from baltoro.engine.scheduler import Scheduler
-from baltoro.errors import ConfigError, ContextLengthError, RequestError
 from baltoro.kernels.dispatch import expert_order
 from baltoro.model.adapter import Adapter, load_adapter
 from baltoro.model.context import FakeQuant
-from baltoro.model.decoder import K3Model
-from baltoro.model.lora import AdapterBank, add_adapters
 from baltoro.observe import resident_bytes
 from baltoro.protocol.completion import TokenDelta
-from baltoro.protocol.sampling import SamplingParams, StopRule, TokenMask
 from baltoro.protocol.worker import Submit
-
-StopRules = Callable[[SamplingParams], StopRule | None]
-Masks = Callable[[Submit], TokenMask | None]
-
-MAX_COMPLETIONS = 128
-"""Of one request: `n`."""
-MAX_FIXED_SLOTS = 4
-"""Adapter slots whose terms are computed for all rows; with more, products with zeros cost more than asking."""
 
 
 class Engine:
@@ -75,14 +58,14 @@ class Engine:
         self.base = base
         self.model_config = model.config
         self.dtype = dtype = dtype or resolve_dtype(config)
-        self.bank = _bank(model, config)  # before memory is planned: it takes some, and so do records of windows
-        records = _records(model, config, dtype)
+        self.bank = add_bank(model, config)  # before memory is planned: it takes some, and so do records of windows
+        records = window_records(model, config, dtype)
         free = free_bytes(config.device)
         self.plan = plan_memory(config, model.config, dtype, free, chunk=model.state_chunk)
         self.pool, memory, host = build_memory(config, model, self.plan, dtype)
         self.adapters = AdapterBook(config.max_loras, max_loaded=config.max_loaded_loras)
         self.scheduler = Scheduler(config, memory, max_running=self.plan.max_running, adapters=self.adapters)
-        fixed = _fixed_slots(model, config) if self.bank is not None else 0
+        fixed = num_fixed_slots(model, config) if self.bank is not None else 0
         self.runner = Runner(
             model, self.pool, config.device, host=host, bank=self.bank, fixed_slots=fixed,
             quant=FakeQuant(activations=config.expert_inputs == "mxfp8"),
@@ -96,86 +79,26 @@ class Engine:
             most = pages_for(self.plan.max_context, config.page_size)
             self.runner.capture(largest, most, CudaBackend(), report)
         self.loop = Loop(self.scheduler, self.runner, is_overlapped=self.plan.is_overlapped)
-        self._eos_ids = frozenset(eos_ids if eos_ids is not None else (model.config.eos_token_id,))
-        self._stop_rules, self._masks = stop_rules, masks
-        self._arrivals = 0
+        self.intake = Intake(
+            config, model.config, self.scheduler.roster, self.adapters, self.plan.max_context,
+            eos_ids=eos_ids, stop_rules=stop_rules, masks=masks,
+        )  # fmt: skip
         for name, path in parse_modules(config.lora_modules):
             self.load_adapter(name, path)
 
     # ---- requests ------------------------------------------------------------------------------------------------
     def add(self, submit: Submit) -> None:
         """Queue a request. Errors: RequestError, ContextLengthError (the caller's fault), QueueFull (later)."""
-        runs = self.check(submit)
-        adapter = None if submit.adapter is None else self.adapters.select(submit.adapter)
-        prefix = None if adapter is None else adapter.namespace
-        self._arrivals += 1
-        params = submit.params
-        seed = params.seed
-        if seed is None:
-            seed = int(uniform(self.config.seed, self._arrivals) * 2**53)
-        stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos_ids)
-        max_tokens = min(params.max_tokens, self.plan.max_context - len(submit.token_ids))
-        prompt_ids = frozenset(submit.token_ids if params.repetition_penalty != 1.0 else ())
-        requests = [
-            Request(
-                request_id=submit.request_id,
-                index=index,
-                arrival=self._arrivals,
-                priority=submit.priority,
-                # the first completion tells the prompt's logprobs for all
-                params=params if index == 0 else msgspec.structs.replace(params, prompt_logprobs=None),
-                seed=fork_seed(seed, index),
-                tokens=array("q", submit.token_ids),
-                adapter=adapter,
-                namespace=namespace_of(prefix, submit.cache_salt, self.scheduler.policy_version),
-                cache_salt=submit.cache_salt,
-                num_prompt=len(submit.token_ids),
-                max_tokens=max_tokens,
-                prompt_ids=prompt_ids,
-                stop_ids=stop_ids,
-                stop_rule=self._stop_rules(params) if self._stop_rules is not None else None,
-                mask=self._masks(submit) if self._masks is not None else None,
-                media=runs,
-                wants_routes=submit.return_routed_experts,
-            )
-            for index in range(submit.n)
-        ]
-        self.scheduler.submit(requests)
+        self.scheduler.submit(self.intake.requests(submit, self.scheduler.policy_version))
 
     def abort(self, request_id: str = "") -> None:
         """End a request wherever it is; an empty id ends all. Its last delta comes with the next step."""
-        for one in (request_id,) if request_id else self.scheduler.alive_ids():
+        for one in (request_id,) if request_id else self.scheduler.roster.ids():
             self.scheduler.abort(one)
 
-    def check(self, submit: Submit) -> tuple[MediaRun, ...]:
-        """Whether a request can be served at all; where its pictures go. Errors: RequestError, ContextLengthError."""
-        vocab, ids, params = self.model_config.vocab_size, submit.token_ids, submit.params
-        if not ids:
-            raise RequestError("the prompt is empty: it needs at least one token", param="prompt")
-        if min(ids) < 0 or max(ids) >= vocab:
-            raise RequestError(f"the prompt has an id outside 0..{vocab - 1}", param="prompt")
-        if not 1 <= submit.n <= MAX_COMPLETIONS:
-            raise RequestError(f"n must lie between 1 and {MAX_COMPLETIONS}", param="n")
-        if any(not 0 <= token < vocab for token in params.logit_bias):
-            raise RequestError(f"logit_bias names an id outside 0..{vocab - 1}", param="logit_bias")
-        if any(not 0 <= token < vocab for token in params.stop_token_ids):
-            raise RequestError(f"stop_token_ids has an id outside 0..{vocab - 1}", param="stop_token_ids")
-        if submit.return_routed_experts and not self.config.keeps_routed_experts:
-            raise RequestError(
-                "this engine does not keep which experts its routers took: start it with keeps_routed_experts",
-                param="return_routed_experts",
-            )
-        if submit.adapter is not None:
-            self.adapters.select(submit.adapter)
-        if self.scheduler.is_alive(submit.request_id):
-            raise RequestError(f"request id {submit.request_id!r} is in use", param="request_id")
-        if len(ids) >= self.plan.max_context:
-            raise ContextLengthError(
-                f"the prompt has {len(ids)} tokens; prompt and answer may have {self.plan.max_context} together",
-                param="messages",
-                code="context_length_exceeded",
-            )
-        return media_runs(submit.token_ids, submit.media, self.model_config)
+    def check(self, submit: Submit) -> None:
+        """Whether a request can be served at all. Errors: RequestError, ContextLengthError."""
+        self.intake.check(submit)
 
     # ---- adapters ------------------------------------------------------------------------------------------------
     def load_adapter(self, name: str, source: str | Path | Adapter) -> AdapterVersion:
@@ -290,35 +213,6 @@ class Engine:
         described = {"model": facts, "memory": self.plan.describe(), "config": asdict(self.config)}
         base = {} if self.base is None else {"base": base_facts(self.base)}
         return described | {"adapters": self.adapters.facts(), **base}
-
-
-def _bank(model: Model, config: EngineConfig) -> AdapterBank | None:
-    if not config.max_loras:
-        return None
-    if not isinstance(model, K3Model):
-        raise ConfigError("max_loras: this model has no place for adapters")
-    return add_adapters(model, config.max_loras, config.max_lora_rank, has_experts=config.lora_experts)
-
-
-def _records(model: Model, config: EngineConfig, dtype: torch.dtype) -> WindowRecords | None:
-    if not config.verify_window:
-        return None
-    if not isinstance(model, K3Model):
-        raise ConfigError("verify_window: this model verifies no windows")
-    shape = model.config
-    return WindowRecords(
-        len(shape.kda_layers), config.max_running, config.verify_window,
-        heads=shape.kda_num_heads, dim=shape.kda_head_dim, dtype=dtype, device=config.device,
-    )  # fmt: skip
-
-
-def _fixed_slots(model: Model, config: EngineConfig) -> int:
-    """Slots of the bank where terms of adapters are had in fixed form: on a GPU, where asking which rows have which
-    adapter waits for the device, for few slots and small experts."""
-    if config.device == "cpu" or config.max_loras > MAX_FIXED_SLOTS or not isinstance(model, K3Model):
-        return 0
-    most = max(config.max_batch_tokens, config.max_running * config.verify_window)
-    return config.max_loras if model.can_fix_adapters(most) else 0
 
 
 def load_engine(

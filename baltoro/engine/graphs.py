@@ -23,11 +23,12 @@ import torch
 from torch import Tensor
 
 from baltoro.engine.batch import Plan, Span, num_pages
-from baltoro.engine.copies import pinned, to_device
+from baltoro.kernels.copies import pinned, to_device
 from baltoro.kernels.lora.rows import AdapterRows
 from baltoro.kernels.precision import acc_dtype
 from baltoro.kernels.spans import Spans
-from baltoro.model.context import CacheMap, FakeQuant, ForwardContext
+from baltoro.model.cache_map import CacheMap
+from baltoro.model.context import FakeQuant, ForwardContext
 from baltoro.model.state import CacheViews
 
 Step = Callable[[], Tensor]

@@ -16,9 +16,11 @@ import numpy as np
 
 from baltoro.cache.audit import Holding, audit
 from baltoro.cache.pages import pages_for
-from baltoro.engine.batch import Draft, Move
+from baltoro.engine.batch import Move
 from baltoro.engine.ledger import Ledger
-from baltoro.engine.prefix import Found, PrefixCache
+from baltoro.engine.lookup import Found
+from baltoro.engine.plan_builder import Draft
+from baltoro.engine.prefix import PrefixCache
 from baltoro.engine.request import DueSnapshot, Places, Request
 from baltoro.errors import InvariantError, LeakError
 
@@ -40,14 +42,14 @@ class Memory:
             raise InvariantError(f"request {request.name} is admitted but holds memory already")
         if self.cache is None:
             return self._enter(request, Found(), held, slots_held, reserve)
-        found = self.cache.find(request)
+        found = self.cache.lookup.find(request)
         if self._enter(request, found, held, slots_held, reserve):
             return True
-        self.cache.leave(found)
+        self.cache.lookup.leave(found)
         if held or not found.depth or request.hold.backup is not None:
             return False
         # Nobody else holds anything: what is pinned for the hit itself is in the way. Without it there is always room.
-        return self._enter(request, self.cache.nothing(request), held, slots_held, reserve)
+        return self._enter(request, self.cache.lookup.nothing(request), held, slots_held, reserve)
 
     def _enter(self, request: Request, found: Found, held: int, slots_held: int, reserve: int) -> bool:
         num_full = min(found.device_depth // self.page_size, len(found.pages))  # none where there is no KV
@@ -174,7 +176,7 @@ class Memory:
 
     def must_load(self, request: Request) -> bool:
         """Whether a request that is about to be admitted should wait for a slower tier instead."""
-        return self.cache is not None and self.cache.must_load(request)
+        return self.cache is not None and self.cache.lookup.must_load(request)
 
     def poll(self) -> None:
         """Pick up what arrived from slower tiers."""
@@ -183,7 +185,7 @@ class Memory:
 
     def is_loading(self, request: Request) -> bool:
         """Whether a waiting request waits for a prefix on its way up from a slower tier."""
-        return self.cache is not None and self.cache.is_loading(request)
+        return self.cache is not None and self.cache.lookup.is_loading(request)
 
     def collect_moves(self) -> tuple[Move, ...]:
         """The copies that came due since the last call, in order."""

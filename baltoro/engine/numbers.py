@@ -32,7 +32,7 @@ def engine_numbers(scheduler: Scheduler, plan: MemoryPlan) -> Numbers:
         "num_queue_reqs": len(scheduler.waiting),
         "max_running_reqs": scheduler.max_running,
         "pool_pressure": pressure(scheduler).pool_share,
-        **_memory_numbers(memory, plan, scheduler.holders()),
+        **_memory_numbers(memory, plan, scheduler.roster.holders()),
         "num_retracted_reqs": counts.retractions,
         "num_steps": counts.steps,
         "prompt_tokens": counts.prompt_tokens,

@@ -15,7 +15,7 @@ import torch
 
 from baltoro.cache.grid import Grid
 from baltoro.cache.pages import pages_for
-from baltoro.cache.pool import ALIGNMENT, ArenaLayout, ArenaShape, Part, UnifiedShape
+from baltoro.cache.shape import ALIGNMENT, ArenaLayout, ArenaShape, Part, UnifiedShape
 from baltoro.engine.config import EngineConfig
 from baltoro.engine.routes import row_with_routes
 from baltoro.errors import ConfigError

@@ -1,51 +1,31 @@
-"""The prefix cache as a request sees it: find, enter, leave state checkpoints on the way, keep what was computed.
+"""The prefix cache as a request sees it: enter, leave state checkpoints on the way, keep what was computed.
 
 Three state moves, all on the forward stream and in the order of the plan, so that program order is the only
 synchronisation: restore (a checkpoint is copied into the working slot before the first forward), snapshot (the working
 state goes into an extra slot at a boundary, taken only then), donate (that slot changes hands to the tree, no bytes).
 
-In: requests, drafts of spans, commits. Out: Found, snapshots due, copies in the ledger.
-Invariants: what is found is pinned before anything is allocated; what a step writes can be found only after its commit;
-the state and the KV of a hit are of the same depth; the last prompt token is always computed.
+In: requests, what was found of them (`lookup.py`), drafts of spans, commits. Out: snapshots due, copies in the ledger.
+Invariants: what a step writes can be found only after its commit; without a slot a state is left out, never waited for.
 Single writer: the scheduler, through `memory.py`. Source: spec/serving.md A.
 """
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from hashlib import blake2b
 
+from baltoro.cache.answers import Pin
 from baltoro.cache.audit import Holding
 from baltoro.cache.evict import Evicted
-from baltoro.cache.prefix import Match, Pin, PrefixTree
+from baltoro.cache.prefix import PrefixTree
 from baltoro.cache.retention import CheckpointKind, Retention
-from baltoro.engine.batch import Draft
 from baltoro.engine.ledger import Ledger
-from baltoro.engine.request import CacheHold, DueSnapshot, MediaRun, Request
-from baltoro.engine.tiers import Find, HostTier
-from baltoro.errors import InvariantError, LeakError
-
-MAX_ASKS = 4
-"""Times that a request asks the third tier for its prefix before it goes on with what there is."""
-
-
-@dataclass(frozen=True, slots=True)
-class Found:
-    """What can be restored of a prompt, pinned.
-
-    depth         tokens that need not be computed
-    device_depth  of these, those whose KV is on the device; `pages` cover them (the last one may be shared only up to
-                  there). The rest, and then the state too, come from the host: `host`
-    """
-
-    depth: int = 0
-    device_depth: int = 0
-    pages: tuple[int, ...] = ()
-    match: Match | None = None
-    pin: Pin | None = None
-    host: Find | None = None
+from baltoro.engine.lookup import Found, PrefixLookup
+from baltoro.engine.plan_builder import Draft
+from baltoro.engine.prefix_key import spell_known
+from baltoro.engine.request import CacheHold, DueSnapshot, Request
+from baltoro.engine.tiers import HostTier
+from baltoro.errors import LeakError
 
 
 @dataclass(slots=True)
@@ -72,77 +52,11 @@ class PrefixCache:
         is_backing_up: bool = False,
     ) -> None:
         self.tree, self.grid, self.retention, self.tier = tree, tree.grid, retention, tier
+        self.lookup = PrefixLookup(tree, tier)
         self.counts = CacheCounts()
         self._ledger, self._has_states, self._is_backing_up = ledger, tree.has_states, is_backing_up
 
     # ---- coming ----------------------------------------------------------------------------------------------------
-    def must_load(self, request: Request) -> bool:
-        """`request` is next to be admitted: whether it waits for what only the third tier has of its prompt. Asked only
-        of the next one: prefixes of the whole line would push each other out of the host again. It never waits for
-        ever."""
-        if self.tier is None or self.tier.third is None:
-            return False
-        if not self.is_loading(request) and request.hold.num_asks < MAX_ASKS:
-            self._spell(request)
-            name, ids, last = request.namespace, request.hold.ids, self.grid.floor_endpoint(len(request.tokens) - 1)
-            match = self.tree.match(name, ids, len(request.tokens) - 1)
-            digests = self.tree.digests(name, ids, match.depth, last, parent=match.digest)
-            num_known = (match.kv_depth - match.depth) // self.grid.endpoint
-            loading = self.tier.prefetch(digests, num_known, has_states=self._has_states)
-            is_landing = any(map(self.tier.third.is_landing, loading))
-            request.hold.num_asks += not is_landing  # what is being written lands: that wait ends by itself
-            request.hold.loading = loading
-        return self.is_loading(request)
-
-    def is_loading(self, request: Request) -> bool:
-        """Whether `request` waits for a prefix from the third tier."""
-        return self.tier is not None and self.tier.is_asked(request.hold.loading)
-
-    def find(self, request: Request) -> Found:
-        """The longest prefix that can be restored, pinned. A scored prompt is found only as far as it was scored."""
-        if request.hold.backup is not None:
-            return Found(request.hold.backup.num_tokens)
-        self._spell(request)
-        limit = len(request.tokens) - 1
-        if request.params.prompt_logprobs is not None and request.num_scored < request.num_prompt - 1:
-            limit = min(limit, request.num_scored)
-        match = self.tree.match(request.namespace, request.hold.ids, limit)
-        found = Found(match.depth, match.depth, match.pages, match, self.tree.pin(match))
-        return found if self.tier is None else self._look_below(self.tier, request, found, match, limit)
-
-    def _look_below(self, tier: HostTier, request: Request, found: Found, match: Match, limit: int) -> Found:
-        """Whether the host carries on where the device ends: with a deeper state, with more KV, or with both."""
-        name, ids, last = request.namespace, request.hold.ids, self.grid.floor_endpoint(limit)
-        if last <= match.depth:
-            return found
-        digests = self.tree.digests(name, ids, match.depth, last, parent=match.digest)
-        num_known = (match.kv_depth - match.depth) // self.grid.endpoint
-        host = tier.find(digests, num_known, has_states=self._has_states)
-        if host is None:
-            return found
-        depth = host.entries[-1].depth
-        device_depth, pages, pin = min(depth, match.kv_depth), found.pages, found.pin
-        assert pin is not None
-        if device_depth > match.depth:
-            deeper = self.tree.pin_at(name, ids, device_depth, start=pin)
-            if deeper is None:
-                raise InvariantError("a prefix that was just matched is gone")
-            self.tree.unpin(pin)
-            pages, pin = self.tree.pages_to(deeper), deeper
-        return Found(depth, device_depth, pages, match, pin, host)
-
-    def nothing(self, request: Request) -> Found:
-        """A find that found nothing."""
-        match = self.tree.match(request.namespace, request.hold.ids, 0)
-        return Found(match=match, pin=self.tree.pin(match))
-
-    def leave(self, found: Found) -> None:
-        """What was found is not wanted after all."""
-        if found.pin is not None:
-            self.tree.unpin(found.pin)
-        if found.host is not None and self.tier is not None:
-            self.tier.leave(found.host)
-
     def enter(self, request: Request, found: Found, own: list[int]) -> None:
         """`request` goes on from `found`: restore its state, copy the page of which it found only the first rows."""
         hold = request.hold
@@ -338,7 +252,7 @@ class PrefixCache:
     def _insert(self, request: Request, depth: int, slot: int | None, kind: CheckpointKind) -> bool:
         """Register the first `depth` tokens; True if the tree took the slot. The request then stands on that path."""
         hold = request.hold
-        self._spell(request)
+        spell_known(request)
         done = self.tree.insert(
             request.namespace, hold.ids, depth, request.pages, state=slot, kind=kind, start=self._start(hold, depth)
         )
@@ -353,33 +267,3 @@ class PrefixCache:
     def _start(hold: CacheHold, depth: int) -> Pin | None:
         """A place on the way to `depth`, to save the walk."""
         return hold.pin if hold.pin is not None and hold.depth <= depth else None
-
-    def _spell(self, request: Request) -> None:
-        """Bring hold.ids up to the tokens known."""
-        ids = request.hold.ids
-        fresh = request.tokens[len(ids) :]
-        if not ids:
-            fresh = spell(fresh, request.media)
-        ids.extend(fresh)
-
-
-def spell(tokens: array[int], media: tuple[MediaRun, ...]) -> array[int]:
-    """A copy of prompt ids in which every place of a picture has an id of its own, made from the picture's bytes."""
-    ids = array("q", tokens)
-    for run in media:
-        picture = blake2b(run.item.pixels, digest_size=16, key=repr((run.item.grid, run.item.patch_size)).encode())
-        for at in range(run.first, run.last):
-            place = blake2b(picture.digest(), digest_size=8, key=(at - run.first).to_bytes(4, "little")).digest()
-            ids[at] = -1 - (int.from_bytes(place, "little") >> 1)
-    return ids
-
-
-def carried_namespace(version: str, request: Request) -> bytes:
-    """Of KV and states that several versions made, `version` the last: this request's alone."""
-    return repr(("carried", version, request.arrival, request.index)).encode()
-
-
-def namespace_of(adapter: str | None, salt: str, policy_version: int) -> bytes:
-    """Prefixes are shared within an adapter version (`AdapterVersion.namespace`, never a bare name), a salt and a
-    policy version only."""
-    return repr((adapter, salt, policy_version)).encode()

@@ -40,7 +40,7 @@ class Pressure:
 
 def pressure(scheduler: Scheduler) -> Pressure:
     """Now."""
-    books, holders = scheduler.memory.books, scheduler.holders()
+    books, holders = scheduler.memory.books, scheduler.roster.holders()
     pages = len({page for request in holders for page in request.pages})
     slots = sum(request.slot is not None for request in holders)
     return Pressure(

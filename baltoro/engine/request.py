@@ -17,10 +17,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from baltoro.cache.host import Reserved
-from baltoro.cache.prefix import Pin
+from baltoro.cache.answers import Pin
+from baltoro.cache.host_entry import Reserved
 from baltoro.cache.retention import CheckpointKind
-from baltoro.engine.adapters import AdapterVersion
+from baltoro.engine.adapter_version import AdapterVersion
 from baltoro.protocol.completion import TopLogprob
 from baltoro.protocol.sampling import FinishReason, SamplingParams, StopRule, TokenMask
 from baltoro.protocol.worker import MediaItem

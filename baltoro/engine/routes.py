@@ -18,10 +18,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from baltoro.cache.pool import Part
+from baltoro.cache.shape import Part
 from baltoro.engine.batch import Span
-from baltoro.engine.copies import to_device, to_host
 from baltoro.errors import ConfigError
+from baltoro.kernels.copies import to_device, to_host
 from baltoro.model.config import K3Config
 from baltoro.model.routes import bytes_per_token, shape_of
 

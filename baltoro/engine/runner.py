@@ -23,16 +23,17 @@ from baltoro.cache.pool import Pool
 from baltoro.cache.windows import WindowRecords
 from baltoro.engine import sampler
 from baltoro.engine.batch import Draw, Plan, Result, Scored, Span, num_pages
-from baltoro.engine.copies import to_device
 from baltoro.engine.graphs import Backend, DecodeGraphs, Report, StepSet, capture_all
 from baltoro.engine.media import build_media
 from baltoro.engine.moves import Mover
 from baltoro.engine.routes import Reading, split_rows
 from baltoro.engine.spec.verify import Verifier
+from baltoro.kernels.copies import to_device
 from baltoro.kernels.precision import acc_dtype
 from baltoro.kernels.spans import Spans
+from baltoro.model.cache_map import CacheMap, Snapshot
 from baltoro.model.config import K3Config
-from baltoro.model.context import CacheMap, FakeQuant, ForwardContext, Snapshot
+from baltoro.model.context import FakeQuant, ForwardContext
 from baltoro.model.lora import AdapterBank
 from baltoro.model.state import CacheViews
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from baltoro.engine.batch import Draw, Found
-from baltoro.engine.copies import to_device, to_host
+from baltoro.kernels.copies import to_device, to_host
 from baltoro.kernels.dispatch import kernels_for
 from baltoro.kernels.sample import reference as kernel
 from baltoro.protocol.completion import TopLogprob

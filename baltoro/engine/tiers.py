@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from hashlib import blake2b
 
 from baltoro.cache.evict import Evicted
-from baltoro.cache.host import HostBook, HostEntry, HostPin, Reserved
+from baltoro.cache.host import HostBook
+from baltoro.cache.host_entry import HostEntry, HostPin, Reserved
 from baltoro.cache.host_store import HostStore
 from baltoro.cache.tier import Tier, promote, spill
 from baltoro.engine.batch import Move

@@ -27,11 +27,12 @@ from typing import Any
 
 import zmq
 
-from baltoro.engine.adapters import AdapterVersion
+from baltoro.engine.adapter_version import AdapterVersion
 from baltoro.engine.config import EngineConfig
-from baltoro.engine.engine import Engine, Masks, StopRules, load_engine
+from baltoro.engine.engine import Engine, load_engine
 from baltoro.engine.gate import Gate
 from baltoro.engine.graphs import Report
+from baltoro.engine.intake import Masks, StopRules
 from baltoro.engine.line import HostLine, Line, ParentLine
 from baltoro.engine.pressure import pressure
 from baltoro.engine.publish import Publisher, PublishOptions

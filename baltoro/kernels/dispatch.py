@@ -27,7 +27,7 @@ from baltoro.kernels.kda import chunk, enter, fast_enter, fla, fused, fused_refe
 from baltoro.kernels.linear import fast as fast_linear
 from baltoro.kernels.linear import reference as linear
 from baltoro.kernels.lora import reference as lora
-from baltoro.kernels.mla import absorb, fast_absorb, padded, split_decode
+from baltoro.kernels.mla import absorb, expanded, fast_absorb, packed, padded, split_decode
 from baltoro.kernels.mla import decode as mla_decode
 from baltoro.kernels.mla import reference as mla
 from baltoro.kernels.moe import device_grouped, experts, fast_experts, fast_glu, fast_route
@@ -61,6 +61,7 @@ class Kernels:
     kda_verify: One  # kda.fused_reference.verify
     kda_fold: Act  # kda.fused_reference.fold
     mla_attend: One  # mla.reference.attend
+    mla_attend_expanded: One  # mla.expanded.by_reference
     mla_attend_absorbed: Two  # mla.reference.attend_absorbed
     mla_enter: One  # mla.absorb.enter
     mla_leave: One  # mla.absorb.leave
@@ -109,6 +110,7 @@ FORMS = "plain torch; gathers per pair for few tokens, groups by expert for many
 LORA = "plain torch, one group of rows per adapter"
 FLA = "flash-linear-attention's chunk kernels, forward and backward, for bf16; other dtypes take the reference"
 PADDED = "the framework's fused attention on padded groups of like length; spans with a past take the reference"
+PACKED_SPANS = "Triton: one launch for spans of any length, with a past or without, nothing padded; bf16, others padded"
 SPLIT = "Triton: keys in splits that fill the card, merged by log-sum-exp; float64 takes the reference"
 ONE_LAUNCH = "Triton: one launch, two that overlap for few tokens; under autograd and in float64 the reference"
 ONE = "Triton: one launch; under autograd and in float64 the reference"
@@ -169,6 +171,9 @@ TABLE: tuple[Row, ...] = (
     Row("kda_fold", ANY, "reference", fused_reference.fold, PLAIN),
     Row("mla_attend", ANY, "padded", padded.attend, PADDED),
     Row("mla_attend", ANY, "reference", mla.attend, PLAIN),
+    Row("mla_attend_expanded", ("cuda",), "packed", packed.attend, PACKED_SPANS, has_triton),
+    Row("mla_attend_expanded", ANY, "padded", expanded.by_padding, PADDED),
+    Row("mla_attend_expanded", ANY, "reference", expanded.by_reference, PLAIN),
     Row("mla_attend_absorbed", ("cpu",), "decode", mla_decode.attend_absorbed, BY_REQUEST),
     Row("mla_attend_absorbed", ("cuda",), "split", split_decode.attend_absorbed, SPLIT, has_triton),
     Row("mla_attend_absorbed", ANY, "reference", mla.attend_absorbed, PLAIN),

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from baltoro.errors import ShapeError
+from baltoro.kernels.copies import to_device
 
 CPU = torch.device("cpu")
 T = TypeVar("T")
@@ -93,12 +94,12 @@ class Spans:
     @property
     def offsets_device(self) -> Tensor:
         """int32 [N + 1] on `device`."""
-        return self.once("offsets", lambda spans: spans.offsets_host.to(torch.int32).to(spans.device))
+        return self.once("offsets", lambda spans: to_device(spans.offsets_host.to(torch.int32), spans.device))
 
     @property
     def offsets_wide(self) -> Tensor:
         """int64 [N + 1] on `device`."""
-        return self.once("wide offsets", lambda spans: spans.offsets_host.to(spans.device))
+        return self.once("wide offsets", lambda spans: to_device(spans.offsets_host, spans.device))
 
     @property
     def positions(self) -> Tensor:
@@ -119,7 +120,7 @@ class Spans:
 def _positions(spans: Spans) -> Tensor:
     shifts = np.asarray(spans.starts, np.int64) - np.asarray(spans.offsets[:-1], np.int64)
     rows = np.arange(spans.num_tokens) + np.repeat(shifts, np.asarray(spans.lengths, np.int64))
-    return torch.from_numpy(rows).to(spans.device)
+    return to_device(torch.from_numpy(rows), spans.device)
 
 
 def map_tensors(change: Callable[[Tensor], Tensor], value: Any) -> Any:

@@ -17,49 +17,13 @@ import torch
 from torch import Tensor
 
 from baltoro.errors import ShapeError
+from baltoro.kernels.copies import to_device
 from baltoro.kernels.dispatch import Kernels, kernels_for
 from baltoro.kernels.kda.fused_reference import Window
 from baltoro.kernels.lora.rows import AdapterRows
 from baltoro.kernels.spans import Borders, Spans
+from baltoro.model.cache_map import CacheMap, Snapshot
 from baltoro.model.routes import Routes
-from baltoro.model.state import CacheViews
-
-
-@dataclass(frozen=True, slots=True)
-class Snapshot:
-    """The state after the first `length` tokens of a prefill span is also written to another slot, in every KDA layer.
-
-    span    index among all spans of the step
-    length  1 .. the span's own length; unless it is that, start + length is a multiple of `K3Model.state_chunk`
-    slot    state slot that gets recurrent state and conv history; the span's own slot is written as ever
-    """
-
-    span: int
-    length: int
-    slot: int
-
-
-@dataclass(frozen=True, slots=True)
-class CacheMap:
-    """Where the spans of this step live in the cache.
-
-    slots       int64 [N], state slot of each span (0 is the sink)
-    kv_rows     int64 [T], row of the flat KV cache that each token is written to (page * page_size + offset)
-    page_table  int64 [N, P], pages of each span's request in order of position; unused entries are 0
-    page_size   positions per page
-    views       the cache tensors themselves
-    snapshots   states of this step to keep besides; any number per span
-    lengths     int64 [decodes], keys that each decode token (of a draft window: the last that counts) sees, itself
-                included; None: as the spans say. A captured step has them here, since the spans are of the host
-    """
-
-    slots: Tensor
-    kv_rows: Tensor
-    page_table: Tensor
-    page_size: int
-    views: CacheViews
-    snapshots: tuple[Snapshot, ...] = ()
-    lengths: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,7 +167,7 @@ class ForwardContext:
         each = torch.tensor(self.adapters[first:last], dtype=torch.int64).repeat_interleave(
             torch.tensor(lengths, dtype=torch.int64)
         )
-        return AdapterRows.fixed(each.to(device), self.fixed_slots) if len(each) else None
+        return AdapterRows.fixed(to_device(each, device), self.fixed_slots) if len(each) else None
 
     @cached_property
     def prefill(self) -> Spans:
@@ -215,7 +179,7 @@ class ForwardContext:
         """int64 [num_decodes]: keys that each decode token sees, itself included."""
         if self.cache is not None and self.cache.lengths is not None:
             return self.cache.lengths
-        return torch.tensor(self.spans.ends[: self.num_decodes], dtype=torch.int64, device=self.tokens.device)
+        return to_device(torch.tensor(self.spans.ends[: self.num_decodes], dtype=torch.int64), self.tokens.device)
 
     @cached_property
     def window_turn(self) -> tuple[Tensor, Tensor]:
@@ -230,7 +194,7 @@ class ForwardContext:
     @cached_property
     def prefill_is_fresh(self) -> Tensor:
         """bool [number of prefill spans]: which begin a request and find an empty state."""
-        return torch.tensor([start == 0 for start in self.prefill.starts], device=self.tokens.device)
+        return to_device(torch.tensor([start == 0 for start in self.prefill.starts]), self.tokens.device)
 
     @property
     def is_prefill_fresh(self) -> bool:
@@ -248,7 +212,7 @@ class ForwardContext:
         assert self.cache is not None
         slots = self.cache.slots[self.num_decodes :]
         inside = [taken.slot for taken in self._snapshots(is_inside=True)]
-        return torch.cat([slots, torch.tensor(inside, dtype=torch.int64, device=slots.device)]) if inside else slots
+        return torch.cat([slots, to_device(torch.tensor(inside), slots.device)]) if inside else slots
 
     @cached_property
     def end_copies(self) -> tuple[Tensor, Tensor] | None:
@@ -259,7 +223,7 @@ class ForwardContext:
         assert self.cache is not None
         slots = self.cache.slots
         spans, targets = [one.span for one in taken], [one.slot for one in taken]
-        return slots[torch.tensor(spans, device=slots.device)], torch.tensor(targets, device=slots.device)
+        return slots[to_device(torch.tensor(spans), slots.device)], to_device(torch.tensor(targets), slots.device)
 
     def _snapshots(self, *, is_inside: bool) -> list[Snapshot]:
         """Those inside their span, or those at its end."""
@@ -270,7 +234,7 @@ class ForwardContext:
     def kv_places(self) -> tuple[Tensor, Tensor]:
         """(page, offset in page), int64 [T] each: where this step's rows go."""
         assert self.cache is not None
-        return _places(self.cache.kv_rows, self.cache.page_size)
+        return self.cache.places(self.cache.kv_rows)
 
     @cached_property
     def prefill_key_places(self) -> tuple[Tensor, Tensor]:
@@ -281,11 +245,7 @@ class ForwardContext:
             pages = self.cache.page_table[self.num_decodes + n, : -(-end // size)]
             offsets = torch.arange(size, device=pages.device)
             rows.append((pages[:, None] * size + offsets).flatten()[:end])
-        return _places(torch.cat(rows), size)
-
-
-def _places(rows: Tensor, page_size: int) -> tuple[Tensor, Tensor]:
-    return rows // page_size, rows % page_size
+        return self.cache.places(torch.cat(rows))
 
 
 def train_context(

@@ -18,8 +18,9 @@ from baltoro.kernels.kda.enter import Mixed
 from baltoro.kernels.kda.fused_reference import MixerWeights
 from baltoro.kernels.lora.rows import AdapterRows
 from baltoro.kernels.precision import acc_dtype
+from baltoro.model.cache_map import CacheMap
 from baltoro.model.config import K3Config
-from baltoro.model.context import CacheMap, ForwardContext
+from baltoro.model.context import ForwardContext
 from baltoro.model.linear import Linear, RMSNorm, WeightOnly, product
 from baltoro.model.merged import add_loras, merge_rows
 

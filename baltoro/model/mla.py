@@ -17,11 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from baltoro.kernels.lora.rows import AdapterRows
+from baltoro.kernels.mla.expanded import key_and_value
 from baltoro.kernels.mla.padded import hidden_scores, padding_of, split_groups
 from baltoro.kernels.precision import acc_dtype
 from baltoro.kernels.spans import Spans
+from baltoro.model.cache_map import CacheMap
 from baltoro.model.config import K3Config
-from baltoro.model.context import CacheMap, ForwardContext
+from baltoro.model.context import ForwardContext
 from baltoro.model.linear import Linear, RMSNorm, product
 from baltoro.model.merged import add_loras, merge_rows
 
@@ -133,12 +135,13 @@ class MLA(nn.Module):
         """Ordinary attention on keys and values expanded from the rows of all tokens that the spans see."""
         latent, shared = torch.split(rows, [self.latent, self.rope], dim=-1)
         expanded = self.kv_b_proj(latent, ctx.key_adapter_rows).view(-1, self.num_heads, self.nope + self.value)
-        key_part, value = torch.split(expanded, [self.nope, self.value], dim=-1)
-        key = torch.cat([key_part, shared.unsqueeze(1).expand(-1, self.num_heads, -1)], dim=-1)
-        if self.logit_observer is not None and ctx.is_training:
+        if not ctx.is_training:
+            attend = ctx.kernels.mla_attend_expanded
+            return attend(q, expanded, shared, spans=spans, scale=self.scale, out_dtype=q.dtype)
+        key, value = key_and_value(expanded, shared, self.nope)
+        if self.logit_observer is not None:
             self.logit_observer(max_logits(q.detach(), key.detach(), spans, self.scale))
-        out_dtype = acc_dtype(q.dtype) if ctx.is_training else q.dtype
-        return ctx.kernels.mla_attend(q, key, value, spans=spans, scale=self.scale, out_dtype=out_dtype)
+        return ctx.kernels.mla_attend(q, key, value, spans=spans, scale=self.scale, out_dtype=acc_dtype(q.dtype))
 
     def _absorbed(self, q: Tensor, kv: Tensor, cache: CacheMap, ctx: ForwardContext) -> Tensor:
         """Decode rows against the paged latent rows: kv_b goes into the query and into the output, and so do the

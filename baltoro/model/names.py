@@ -16,6 +16,7 @@ from typing import Literal
 
 from baltoro.errors import ConfigError
 from baltoro.model.config import K3Config, VisionConfig
+from baltoro.model.vision_names import projector_shapes, tower_shapes
 from baltoro.parallel.shard import Rule
 
 Dtype = Literal["bf16", "fp16", "fp32", "fp64", "uint8"]
@@ -24,8 +25,6 @@ CONFIG_DTYPES: dict[str, Dtype] = {"bfloat16": "bf16", "float16": "fp16", "float
 
 # parts of a model that reports count together; "layer" is what every layer has (spec/k3.md 2.2)
 Group = Literal["globals", "layer", "kda", "mla", "dense", "moe", "experts", "mtp", "vision", "projector"]
-
-Shape = tuple[str, tuple[int, ...]]  # of a named tensor
 
 LANGUAGE_PREFIX = "language_model."
 MXFP4_BLOCK = 32
@@ -265,30 +264,9 @@ class _Builder:
 
     def vision(self, v: VisionConfig) -> Iterator[ParamSpec]:
         """Tower and projector. Their names have no prefix; every rank holds all of them."""
-        tower: list[Shape] = [
-            ("patch_embed.proj.weight", (v.hidden_size, 3, v.patch_size, v.patch_size)),
-            ("patch_embed.pos_emb.weight", (v.pos_emb_height, v.pos_emb_width, v.hidden_size)),
-        ]
-        for block in range(v.num_layers):
-            at = f"encoder.blocks.{block}."
-            tower += [
-                (f"{at}norm0.weight", (v.hidden_size,)),
-                (f"{at}norm1.weight", (v.hidden_size,)),
-                (f"{at}wqkv.weight", (3 * v.qkv_hidden_size, v.hidden_size)),
-                (f"{at}wo.weight", (v.hidden_size, v.qkv_hidden_size)),
-                (f"{at}mlp.fc0.weight", (v.intermediate_size, v.hidden_size)),
-                (f"{at}mlp.fc1.weight", (v.hidden_size, v.intermediate_size)),
-            ]
-        tower.append(("encoder.final_layernorm.weight", (v.hidden_size,)))
-        merged = v.hidden_size * v.merge**2
-        projector: list[Shape] = [
-            ("proj.0.weight", (merged, merged)),
-            ("proj.2.weight", (self.config.hidden_size, merged)),
-            ("post_norm.weight", (self.config.hidden_size,)),
-        ]
-        for name, shape in tower:
+        for name, shape in tower_shapes(v):
             yield self._plain("vision_tower." + name, shape, "vision")
-        for name, shape in projector:
+        for name, shape in projector_shapes(v, self.config.hidden_size):
             yield self._plain("mm_projector." + name, shape, "projector")
 
     def _plain(self, name: str, shape: tuple[int, ...], group: Group) -> ParamSpec:

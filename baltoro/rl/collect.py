@@ -16,49 +16,27 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
-from hashlib import blake2b
+from dataclasses import dataclass
+from functools import partial
 
 from baltoro.envs.base import Score, count_reasons
-from baltoro.errors import InvariantError, SandboxError, WorkerLost
+from baltoro.errors import InvariantError, WorkerLost
 from baltoro.protocol.completion import TokenDelta
 from baltoro.protocol.sampling import FinishReason, SamplingParams
 from baltoro.protocol.worker import Submit
 from baltoro.rl.config import ThrottleConfig
+from baltoro.rl.judging import Ended, Judging, end_again, end_turn
 from baltoro.rl.partial import Book, Key, Order
 from baltoro.rl.policy import Policy
 from baltoro.rl.recipe import RolloutConfig
 from baltoro.rl.rollout import Attempt, Talk
+from baltoro.rl.round_record import RoundRecord
 from baltoro.rl.tasks import Drawn
 from baltoro.rl.throttle import Throttle, next_throttle, send_now
-from baltoro.rl.types import Group, Trajectory
+from baltoro.rl.types import Group, Trajectory, seed_of
 
 POLL_S = 0.2
 LOOK_EVERY = 16  # polls, while nothing waits to be sent: a look costs the engine's time
-
-
-@dataclass(slots=True)
-class RoundRecord:
-    """What a round was like. Single writer: the collector.
-
-    occupancy  mean share of the allowed rows that were busy, over the polls (of an engine in this process: its steps)
-    """
-
-    seconds: float = 0.0
-    tokens: int = 0
-    retries: int = 0
-    failed: int = 0
-    paused: int = 0
-    reasons: dict[str, int] = field(default_factory=dict)
-    cap: int = 0
-    retractions: int = 0
-    looks: int = 0
-    rows: float = 0.0
-
-    @property
-    def occupancy(self) -> float:
-        return self.rows / self.looks if self.looks else 0.0
 
 
 @dataclass(slots=True)
@@ -74,14 +52,6 @@ class _Live:
     is_held: bool = False  # the throttle ended its request
 
 
-@dataclass(frozen=True, slots=True)
-class Ended:
-    """What an env made of the end of a turn: ids to put in, or a verdict."""
-
-    put_in: tuple[int, ...] | None
-    score: Score | None
-
-
 class Collector:
     """One run's rollouts. Single writer: the loop."""
 
@@ -93,8 +63,7 @@ class Collector:
         self._live: dict[Key, _Live] = {}
         self._by_request: dict[str, Key] = {}
         self._waiting: deque[Key] = deque()
-        self._judging: dict[Future[Ended], Key] = {}
-        self._threads = ThreadPoolExecutor(config.judge_threads) if config.judge_threads else None
+        self._judging = Judging(config.judge_threads)
         self.throttle: Throttle | None = None
         self._count = self._num_ended = self._polls = 0
         self._max_rows = 1
@@ -118,7 +87,7 @@ class Collector:
             self._send()
             self.record.looks += 1
             self.record.rows += min(1.0, len(self._by_request) / self._max_rows)
-            news = self._hear(self.policy.poll(0.0 if self._has_verdicts() else POLL_S)) + self._settle()
+            news = self._hear(self.policy.poll(0.0 if self._judging.has_news else POLL_S)) + self._settle()
             now = time.monotonic()
             last_news = now if news else last_news
             if now - last_news > self._config.stall_s:
@@ -142,8 +111,7 @@ class Collector:
         """End envs and threads. The policy is not closed."""
         for live in self._live.values():
             live.attempt.close()
-        if self._threads is not None:
-            self._threads.shutdown(cancel_futures=True)
+        self._judging.close()
 
     # ---- out -----------------------------------------------------------------------------------------------------
     def _begin(self, number: int, drawn: Drawn, group_size: int) -> list[Trajectory]:
@@ -224,23 +192,21 @@ class Collector:
         if finish in ("abort", "error"):
             self._again(key, f"the engine ended it: {finish} {error}".strip())
             return
-        attempt = self._live[key].attempt
-        if self._threads is None:
-            self._on_verdict(key, end_turn(attempt, finish), finish)
-        else:
-            self._judging[self._threads.submit(end_turn, attempt, finish)] = key
+        self._judge(key, partial(end_turn, self._live[key].attempt, finish), finish)
 
-    def _has_verdicts(self) -> bool:
-        return any(future.done() for future in self._judging)
+    def _judge(self, key: Key, work: Callable[[], Ended], finish: FinishReason) -> None:
+        """Its verdict, now or when a thread has it."""
+        ended = self._judging.begin(key, work)
+        if ended is not None:
+            self._on_verdict(key, ended, finish)
 
     def _settle(self) -> int:
         """Verdicts that have come from the threads."""
-        done = [future for future in self._judging if future.done()]
-        for future in done:
-            key = self._judging.pop(future)
+        news = self._judging.take()
+        for key, ended in news:
             is_cut = self._live[key].left <= 0
-            self._on_verdict(key, future.result(), "length" if is_cut else "stop")
-        return len(done)
+            self._on_verdict(key, ended, "length" if is_cut else "stop")
+        return len(news)
 
     def _on_verdict(self, key: Key, ended: Ended, finish: FinishReason) -> None:
         live = self._live[key]
@@ -270,11 +236,7 @@ class Collector:
         live = self._live[key]
         live.tries += 1
         self.record.retries += 1
-        trajectory = self.book.trajectory(key)
-        if self._threads is None:
-            self._on_verdict(key, end_again(live.attempt, trajectory, finish), finish)
-        else:
-            self._judging[self._threads.submit(end_again, live.attempt, trajectory, finish)] = key
+        self._judge(key, partial(end_again, live.attempt, self.book.trajectory(key), finish), finish)
 
     def _again(self, key: Key, why: str) -> None:
         """Go on from the tokens that came, in another request; or give it up."""
@@ -295,7 +257,7 @@ class Collector:
     # ---- the end of a round --------------------------------------------------------------------------------------
     def _end_round(self) -> None:
         """Bring what is under way to rest, keep what it said, close the book's round."""
-        while self._judging:
+        while self._judging.keys:
             self._settle()
         is_carrying = self.book.config.resume == "carry"
         running = dict(self._by_request)
@@ -306,7 +268,7 @@ class Collector:
             for request in running:
                 self.policy.abort(request)
             self._drain(running)
-        while self._judging:
+        while self._judging.keys:
             self._settle()
         self._waiting.clear()
         paused = self.book.stop()
@@ -332,29 +294,5 @@ class Collector:
                 raise WorkerLost(f"the engine does not end {sorted(running)}")
 
     def _missing(self) -> list[str]:
-        judged = {f"{k[0]}.{k[1]} (judge)" for k in self._judging.values()}
+        judged = {f"{k[0]}.{k[1]} (judge)" for k in self._judging.keys}
         return sorted(self._by_request)[:8] + sorted(judged)[:8] + [f"{len(self._waiting)} not sent"]
-
-
-def end_turn(attempt: Attempt, finish: FinishReason) -> Ended:
-    """What the env makes of the end of a turn."""
-    try:
-        put_in = attempt.step(finish)
-        return Ended(put_in, None if put_in is not None else attempt.judge())
-    except SandboxError as error:
-        return Ended(None, Score(None, "infrastructure", detail=str(error)))
-
-
-def end_again(attempt: Attempt, trajectory: Trajectory, finish: FinishReason) -> Ended:
-    """`end_turn`, with a fresh env that is shown everything from the start."""
-    try:
-        attempt.put(trajectory)
-    except SandboxError as error:
-        return Ended(None, Score(None, "infrastructure", detail=str(error)))
-    return end_turn(attempt, finish)
-
-
-def seed_of(seed: int, key: Key) -> int:
-    """Of a trajectory's draws, in every round and turn: they depend on the position besides."""
-    digest = blake2b(f"{seed}/{key[0]}/{key[1]}".encode(), digest_size=7).digest()
-    return int.from_bytes(digest, "big") >> 3

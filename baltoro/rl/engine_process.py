@@ -31,7 +31,7 @@ from baltoro.engine.planner import check_device
 from baltoro.engine.pressure import Pressure
 from baltoro.engine.publish import PublishOptions
 from baltoro.errors import ConfigError, RequestError, TransferError, UserError
-from baltoro.llm import engine_main
+from baltoro.llm.engine_process import engine_main
 from baltoro.model.config import K3Config
 from baltoro.model.decoder import K3Model
 from baltoro.model.weights import load_model

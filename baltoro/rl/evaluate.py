@@ -18,10 +18,12 @@ from baltoro.errors import InvariantError
 from baltoro.protocol.completion import TokenDelta
 from baltoro.protocol.sampling import FinishReason, SamplingParams
 from baltoro.protocol.worker import Submit
-from baltoro.rl.collect import POLL_S, end_turn, seed_of
+from baltoro.rl.collect import POLL_S
+from baltoro.rl.judging import end_turn
 from baltoro.rl.policy import Policy
 from baltoro.rl.rollout import Attempt, Talk
 from baltoro.rl.tasks import Drawn
+from baltoro.rl.types import seed_of
 
 GREEDY = -1
 SILENT_POLLS = 1000  # in a row, before an evaluation gives up

@@ -20,10 +20,10 @@ import msgspec
 from baltoro.config import dump
 from baltoro.envs.base import Task
 from baltoro.errors import ConfigError
-from baltoro.rl.collect import RoundRecord
 from baltoro.rl.drift import CanaryRecord
 from baltoro.rl.evaluate import EvalRecord
 from baltoro.rl.recipe import RLConfig
+from baltoro.rl.round_record import RoundRecord
 from baltoro.rl.samples import StepSamples
 from baltoro.rl.sync import SyncRecord
 from baltoro.rl.types import Group

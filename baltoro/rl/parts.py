@@ -40,7 +40,9 @@ from baltoro.rl.rollout import Talk
 from baltoro.rl.sync import Sync, expected, fields
 from baltoro.rl.tasks import Drawn, TaskStream, by_family, held_out, make_family
 from baltoro.rl.types import Group, Trajectory
-from baltoro.trainer.policy_step import FactorOptim, PolicyTrainer, first_adapter
+from baltoro.trainer.first_adapter import first_adapter
+from baltoro.trainer.policy_config import FactorOptim
+from baltoro.trainer.policy_step import PolicyTrainer
 
 FIRST_VERSION = 3  # 1: nothing; 2: the start-up test's; 3: nothing again, and the first to sample
 

@@ -21,7 +21,7 @@ from baltoro.model.sizes import measure
 from baltoro.rl.config import Choice, resolved
 from baltoro.rl.recipe import RLConfig
 from baltoro.rl.tasks import GYM, make_family
-from baltoro.trainer.policy_step import wants_site
+from baltoro.trainer.first_adapter import wants_site
 
 SAVED_ROWS = 40  # activations of about so many widths are kept a layer and token: KDA, MLA, MLP and norms; an estimate
 

@@ -9,6 +9,7 @@ Source: spec/training.md A.4, C.3, G.2, G.4.
 
 from __future__ import annotations
 
+from hashlib import blake2b
 from typing import Literal
 
 import msgspec
@@ -122,3 +123,9 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
     def scores(self) -> tuple[float | None, ...]:
         """Of each member; None: excluded."""
         return tuple(t.score if t.status == "complete" else None for t in self.members)
+
+
+def seed_of(seed: int, key: tuple[int, int]) -> int:
+    """Of a trajectory's draws, in every round and turn: they depend on the position besides."""
+    digest = blake2b(f"{seed}/{key[0]}/{key[1]}".encode(), digest_size=7).digest()
+    return int.from_bytes(digest, "big") >> 3

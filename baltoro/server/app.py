@@ -22,13 +22,13 @@ from baltoro.protocol.sampling import SamplingParams
 from baltoro.protocol.worker import Submit
 from baltoro.server import adapter_routes, chat, completions, errors, generate, native
 from baltoro.server.adapters import LoadedAdapters
-from baltoro.server.client import Worker
 from baltoro.server.config import ServerConfig
 from baltoro.server.health import CONTENT_TYPE, Metrics
 from baltoro.server.http import SCHEMA_REF, check_key, json_reply
 from baltoro.server.sampling import new_id
 from baltoro.server.service import Service
 from baltoro.server.stream import run
+from baltoro.server.worker import Worker
 
 METRICS_TIMEOUT_S = 2.0
 

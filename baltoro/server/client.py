@@ -12,10 +12,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections import deque
 from collections.abc import Mapping, Sequence
-from types import TracebackType
-from typing import Any, Protocol, Self, cast
+from typing import Any, cast
 
 import msgspec
 import zmq
@@ -23,7 +21,6 @@ import zmq.asyncio
 
 from baltoro.errors import InvariantError, RequestError, WorkerLost
 from baltoro.observe import log, logger
-from baltoro.protocol.completion import TokenDelta
 from baltoro.protocol.worker import (
     WIRE_VERSION,
     Abort,
@@ -40,104 +37,10 @@ from baltoro.protocol.worker import (
     ToEngine,
     UnloadAdapter,
 )
+from baltoro.server.worker import DeltaStream
 
 LOAD_TIMEOUT_S = 600.0
 """How long an adapter may take to be read and checked."""
-
-
-class DeltaStream:
-    """The deltas of one or several requests, in order, until each completion has ended.
-
-    A context manager: leaving it early aborts what still runs. Single writer: the client it came from.
-    """
-
-    def __init__(self, requests: Sequence[Submit], client: WorkerClient) -> None:
-        self._left = {request.request_id: request.n for request in requests}
-        self._client = client
-        self._ready: deque[TokenDelta] = deque()
-        self._error: WorkerLost | None = None
-        self._news = asyncio.Event()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def __aiter__(self) -> Self:
-        return self
-
-    async def __anext__(self) -> TokenDelta:
-        """The next delta. Errors: WorkerLost when the engine is gone before everything has ended."""
-        while not self._ready:
-            if self._error is not None:
-                raise self._error
-            if not self._left:
-                raise StopAsyncIteration
-            self._news.clear()
-            await self._news.wait()
-        return self._ready.popleft()
-
-    def feed(self, delta: TokenDelta) -> None:
-        """Add a delta that came from the engine."""
-        self._ready.append(delta)
-        if delta.finish_reason is not None:
-            self._left[delta.request_id] -= 1
-            if self._left[delta.request_id] == 0:
-                del self._left[delta.request_id]
-                self._client.forget(delta.request_id)
-        self._news.set()
-
-    def fail(self, error: WorkerLost) -> None:
-        """End with an error, after the deltas that are already here."""
-        self._error = error
-        self._news.set()
-
-    def close(self) -> None:
-        """No more is wanted: abort what still runs. Safe to call twice."""
-        left, self._left = self._left, {}
-        for request_id in left:
-            self._client.forget(request_id)
-            self._client.abort(request_id)
-        self._news.set()
-
-
-class Worker(Protocol):
-    """What the handlers need of an engine."""
-
-    @property
-    def failure(self) -> str | None:
-        """Why the engine is lost; None while it is not."""
-
-    @property
-    def info(self) -> Mapping[str, Any]:
-        """What the engine said of itself when it was ready."""
-
-    @property
-    def running(self) -> Sequence[str]:
-        """Ids of the requests that have not ended."""
-
-    def submit(self, requests: Sequence[Submit]) -> DeltaStream:
-        """Start requests whose deltas come in one stream. Errors: WorkerLost; RequestError when an id is in use."""
-
-    def abort(self, request_id: str) -> None:
-        """End a request, as if it had stopped itself with reason abort; an empty id ends all."""
-
-    async def query(self) -> dict[str, Any]:
-        """The engine's numbers."""
-
-    async def flush(self) -> None:
-        """Forget cached prefixes. Errors: RequestError with the engine's reason when it cannot."""
-
-    async def load_adapter(
-        self, name: str, *, path: str | None = None, tensors: bytes = b"", config: Mapping[str, Any] | None = None
-    ) -> dict[str, Any]:
-        """Load an adapter; facts of all adapters by name. Errors: RequestError with the engine's reason."""
-
-    async def unload_adapter(self, name: str) -> dict[str, Any]:
-        """Returns when its last request has ended; facts as above. Errors: RequestError."""
 
 
 class WorkerClient:
@@ -187,7 +90,7 @@ class WorkerClient:
 
     def submit(self, requests: Sequence[Submit]) -> DeltaStream:
         self._check()
-        stream = DeltaStream(requests, self)
+        stream = DeltaStream(requests, forget=self.forget, abort=self.abort)
         for request in requests:
             if request.request_id in self._streams:
                 raise RequestError(f"a request with id {request.request_id} is running; choose another", param="rid")

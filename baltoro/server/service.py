@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from baltoro.chat.tokenizer import Tokenizer
 from baltoro.errors import WorkerLost
 from baltoro.server.adapters import LoadedAdapters
-from baltoro.server.client import Worker
 from baltoro.server.config import ServerConfig
 from baltoro.server.health import Metrics
+from baltoro.server.worker import Worker
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""PolicyConfig: which policy loss, over which rows, averaged how. No torch.
+"""PolicyConfig: which policy loss, over which rows, averaged how; FactorOptim: its optimizer. No torch.
 
 In: a recipe's `[policy]`. Out: a frozen dataclass; ALGORITHMS holds one for each name that people use.
 Invariants: a setting that the form does not read is still what it says in the table, and a combination that corrects
@@ -16,6 +16,18 @@ from baltoro.errors import ConfigError
 
 Form = Literal["clipped", "by_trajectory", "capped", "mirror"]
 Aggregation = Literal["token_mean", "trajectory_mean", "fixed_length"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FactorOptim:
+    """AdamW on the factors, see `rl.recipe.AdamConfig`."""
+
+    lr: float
+    betas: tuple[float, float] = (0.9, 0.98)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    warmup_steps: int = 0
+    max_grad_norm: float | None = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

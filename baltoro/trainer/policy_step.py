@@ -5,7 +5,7 @@ Invariants: denominators are the whole step's and known before the first backwar
 rounding, for every split into micro-batches; only rows that count get logits; a step that counts no token, or has no
 gradient, changes nothing and says so; the base is never written and has no gradients.
 A bfloat16 bank has float32 masters here; otherwise bank and masters are the same tensors.
-Source: spec/training.md A.2, A.5 (initial factors), A.8 (probes), C.1.
+Source: spec/training.md A.2, A.8 (probes), C.1.
 """
 
 from __future__ import annotations
@@ -19,34 +19,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from baltoro.errors import ConfigError, InvariantError
+from baltoro.errors import InvariantError
 from baltoro.kernels.precision import acc_dtype
-from baltoro.model.adapter import LAYOUT, Adapter, LoraSettings, SiteFactors
-from baltoro.model.adapter_names import adapter_sites
-from baltoro.model.config import K3Config
+from baltoro.model.adapter import Adapter
 from baltoro.model.context import FakeQuant, train_context
 from baltoro.model.decoder import K3Model
 from baltoro.model.lora import AdapterBank, add_adapters
 from baltoro.model.routes import Routes
 from baltoro.trainer.aggregate import Totals, mean_log_ratios, row_weights
-from baltoro.trainer.policy_config import PolicyConfig
+from baltoro.trainer.policy_config import FactorOptim, PolicyConfig
 from baltoro.trainer.policy_loss import policy_terms
 from baltoro.trainer.policy_sample import PolicyBatch, PolicySample, Replayed, pack_policy, replayed
 from baltoro.trainer.ratio import Drift, drift, reference_kl, tis_weights
 
 SLOT = 1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FactorOptim:
-    """AdamW on the factors, see `rl.recipe.AdamConfig`."""
-
-    lr: float
-    betas: tuple[float, float] = (0.9, 0.98)
-    eps: float = 1e-8
-    weight_decay: float = 0.0
-    warmup_steps: int = 0
-    max_grad_norm: float | None = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,30 +60,6 @@ class PolicyRecord:
     lr: float
     tis_cut: float = 0.0
     replayed: Replayed = field(default_factory=Replayed)
-
-
-def first_adapter(
-    config: K3Config, *, rank: int, alpha: float, dtype: torch.dtype, targets: str = "all", seed: int = 0
-) -> Adapter:
-    """An adapter that changes nothing: A uniform (Xavier), B zero, at every site of `targets`."""
-    sites = {module: site for module, site in adapter_sites(config).items() if wants_site(module, targets)}
-    if not sites:
-        raise ConfigError(f"adapter.targets {targets!r} leaves no layer of this model")
-    has_experts = any(site.num_experts is not None for site in sites.values())
-    settings = LoraSettings(rank, alpha, expert_layout=LAYOUT if has_experts else "")
-    generator = torch.Generator().manual_seed(seed)
-    factors = {}
-    for module, site in sites.items():
-        shape = site.shape("A", rank)
-        bound = math.sqrt(6.0 / (shape[-1] + shape[-2]))
-        a = (torch.rand(shape, generator=generator, dtype=torch.float64) * 2.0 - 1.0) * bound
-        factors[module] = SiteFactors(a.to(dtype), torch.zeros(site.shape("B", rank), dtype=dtype), alpha / rank)
-    return Adapter(settings, factors)
-
-
-def wants_site(module: str, targets: str) -> bool:
-    """Whether adapter.targets names this site."""
-    return targets == "all" or (".self_attn." in module if targets == "attention" else ".experts." not in module)
 
 
 class PolicyTrainer:

@@ -24,65 +24,24 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-import msgspec
-
 from baltoro.errors import TransferError
 from baltoro.transfer.channel import Channel, Frame
 from baltoro.transfer.manifest import Kind, Manifest, Raw, check, describe, verify
+from baltoro.transfer.messages import (
+    Abort,
+    Bucket,
+    Commit,
+    Committed,
+    Message,
+    Prepare,
+    Ready,
+    Refused,
+    decode,
+    encode,
+    put_message,
+)
 
 DEFAULT_TIMEOUT_S = 60.0
-
-
-class Prepare(msgspec.Struct, frozen=True, tag=True):
-    """A new version is to come. `transfer` names this attempt, so that no bucket of another is taken for its own."""
-
-    transfer: str
-    manifest: Manifest
-
-
-class Bucket(msgspec.Struct, frozen=True, tag=True):
-    """The frame's body is these bytes of the whole."""
-
-    transfer: str
-    index: int
-    offset: int
-    num_bytes: int
-
-
-class Commit(msgspec.Struct, frozen=True, tag=True):
-    """That was all."""
-
-    transfer: str
-
-
-class Abort(msgspec.Struct, frozen=True, tag=True):
-    """The sender could not go on."""
-
-    transfer: str
-
-
-class Ready(msgspec.Struct, frozen=True, tag=True):
-    """Buckets may come."""
-
-    transfer: str
-
-
-class Committed(msgspec.Struct, frozen=True, tag=True):
-    """The new version serves."""
-
-    transfer: str
-    version: int
-
-
-class Refused(msgspec.Struct, frozen=True, tag=True):
-    """The old version serves on."""
-
-    transfer: str
-    check: str
-    why: str
-
-
-Message = Prepare | Bucket | Commit | Abort | Ready | Committed | Refused
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,20 +112,20 @@ def send(
     """
     start = time.monotonic()
     manifest, transfer = describe(version, tensors), secrets.token_hex(8)
-    _put(channel, Prepare(transfer, manifest), timeout_s)
+    put_message(channel, Prepare(transfer, manifest), timeout_s)
     _answer(channel, transfer, timeout_s)
     index = offset = 0
     is_done = False
     try:
         for pieces in buckets(manifest, tensors, channel.bucket_bytes):
             bucket = Bucket(transfer, index, offset, sum(piece.nbytes for piece in pieces))
-            channel.put(msgspec.json.encode(bucket), pieces, timeout_s=timeout_s)
+            channel.put(encode(bucket), pieces, timeout_s=timeout_s)
             index, offset = index + 1, offset + bucket.num_bytes
         is_done = True
     finally:
         if not is_done and channel.is_open:
-            _put(channel, Abort(transfer), timeout_s)
-    _put(channel, Commit(transfer), timeout_s)
+            put_message(channel, Abort(transfer), timeout_s)
+    put_message(channel, Commit(transfer), timeout_s)
     _answer(channel, transfer, timeout_s)
     return Receipt(manifest, index, time.monotonic() - start)
 
@@ -218,7 +177,7 @@ class Receiver:
             raise
         finally:
             if self._channel.is_open:
-                _put(self._channel, reply, timeout_s)
+                put_message(self._channel, reply, timeout_s)
         self.installed = prepare.manifest
         return prepare.manifest
 
@@ -232,7 +191,7 @@ class Receiver:
             must_change=self._must_change,
         )
         staged = target.stage(manifest)
-        _put(self._channel, Ready(prepare.transfer), timeout_s)
+        put_message(self._channel, Ready(prepare.transfer), timeout_s)
         self._fill(prepare, staged, timeout_s)
         verify(manifest, staged)
         try:
@@ -248,7 +207,7 @@ class Receiver:
         while True:
             frame = self._channel.get(timeout_s=timeout_s)
             try:
-                message = _decode(frame.header)
+                message = decode(frame.header)
                 if isinstance(message, Bucket) and refusal is None:
                     refusal = _fault(message, frame, prepare, index, offset)
                     if refusal is None:
@@ -267,7 +226,7 @@ class Receiver:
 
     def _next(self, timeout_s: float) -> Message:
         frame = self._channel.get(timeout_s=timeout_s)
-        message = _decode(frame.header)
+        message = decode(frame.header)
         frame.release()
         return message
 
@@ -291,20 +250,9 @@ def _answer(channel: Channel, transfer: str, timeout_s: float) -> None:
     """Wait for the answer to this transfer. Errors: TransferError as the receiver says."""
     while True:
         frame = channel.get(timeout_s=timeout_s)
-        message = _decode(frame.header)
+        message = decode(frame.header)
         frame.release()
         if isinstance(message, Refused) and message.transfer == transfer:
             raise TransferError(message.why.removeprefix(f"{message.check}: "), check=message.check)
         if isinstance(message, Ready | Committed) and message.transfer == transfer:
             return
-
-
-def _put(channel: Channel, message: Message, timeout_s: float) -> None:
-    channel.put(msgspec.json.encode(message), timeout_s=timeout_s)
-
-
-def _decode(header: bytes) -> Message:
-    try:
-        return msgspec.json.decode(header, type=Message)
-    except msgspec.MsgspecError as error:
-        raise TransferError(f"a frame that is no message: {error}", check="format") from error

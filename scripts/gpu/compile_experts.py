@@ -80,10 +80,11 @@ def ring_source(tile: Tile, is_first: bool, sizes: Sizes = SIZES[0]) -> ASTSourc
     """As `gluon_launch` launches it."""
     parts = tile.block // (16 * tile.warps)
     constants: dict[str, Any] = {
-        "N1": tile.rows, "N2": tile.more, "WARPS": tile.warps, "PARTS": parts, "STAGES": tile.stages,
-        "KIND": 1 if is_first else 0, "IS_FIRST": is_first, "IS_ORDERED": is_first, "PDL": True,
+        "N": tile.rows, "SHORT": tile.short, "WARPS": tile.warps, "PARTS": parts, "STAGES": tile.stages,
+        "KIND": 1 if is_first else 0, "IS_FIRST": is_first, "IS_ORDERED": is_first, "AHEAD": tile.ahead,
+        "PDL": True,
     }  # fmt: skip
-    types = {"x1": BOXES.format(2, tile.rows), "x2": BOXES.format(2, tile.more or tile.rows)}
+    types = {"x": BOXES.format(2, tile.rows), "x_short": BOXES.format(2, tile.short or tile.rows)}
     types |= {"w": WORDS.format(tile.block // 8), "s": BYTES.format(tile.block // 8), "order_ptr": "*i64"}
     types |= {"table_ptr": "*i32", "out_ptr": "*bf16"} | dict.fromkeys(("beta", "linear_beta"), "fp32")
     columns, rows = (sizes.width, 2 * padded(sizes.inner)) if is_first else (sizes.inner, padded(sizes.width, ROW_UNIT))
@@ -99,7 +100,7 @@ def few_source(tile: Tile, is_first: bool, is_rounded: bool, sizes: Sizes = SIZE
     constants: dict[str, Any] = {
         "N": tile.rows, "WARPS": tile.warps, "KIND": 1 if is_first else 0, "IS_FIRST": is_first,
         "IS_ROUNDED": is_rounded and is_first, "IS_WHOLE": sizes.width % UNIT == 0 or not is_first, "PDL": True,
-        "HOW": ".cg" if tile.around else "",
+        "SHORT": tile.short, "AHEAD": tile.ahead,
     }  # fmt: skip
     types = {"x_ptr": "*bf16", "order_ptr": "*i64", "table_ptr": "*i32", "packed_ptr": "*i32", "scales_ptr": "*u8"}
     types |= {"out_ptr": "*bf16"} | dict.fromkeys(("beta", "linear_beta"), "fp32")
@@ -133,7 +134,7 @@ def source(
         "COUNTERS": triton.next_power_of_2(padded(sizes.width, ROW_UNIT) // tile.block), "SPLIT": tile.split,
         "PARTS": triton.next_power_of_2(sizes.active * tile.split),
         "FETCH": tile_experts.fetched(tile, padded(sizes.inner) // UNIT), "SPREAD": tile.spread, "SIGNAL": tile.signal,
-        "PDL": is_first or is_pairs or not tile.is_arranged,
+        "PDL": is_first or is_pairs or not tile.is_arranged, "WAITS": is_pairs,
     }  # fmt: skip
     constants = {name: constants[name] for name in kernel.arg_names if name in constants}
     types = dict.fromkeys(("x", "hidden"), f"*{dtype}") | dict.fromkeys(("ids", "order"), "*i64")
@@ -168,7 +169,8 @@ def moves(sizes: Sizes, dtype: str) -> Iterator[tuple[str, ASTSource]]:
     types = dict.fromkeys(("x", "out", "parts"), f"*{dtype}") | dict.fromkeys(("ids", "order"), "*i64")
     types |= dict.fromkeys(("counts", "table"), "*i32") | {"weights": "*fp32"}
     values = {
-        "num_active": sizes.active, "num_experts": sizes.experts, "width": sizes.width, "rows": 80,
+        "num_active": sizes.active, "num_experts": sizes.experts, "width": sizes.width, "stride": sizes.width,
+        "rows": 80,
         "num_units": padded(sizes.width) // UNIT,
     }  # fmt: skip
     for units, wide, is_sorted, is_rounded in ((8, 2, True, False), (32, 2, True, True), (8, 32, False, True)):

@@ -45,14 +45,12 @@ def cases() -> list[tuple[str, Any, dict[str, Any], dict[str, str]]]:
             (
                 f"norm {kind}",
                 triton_kernels.rms_norm_kernel,
-                {"D": 7168, "BLOCK": 8192, "LETS_GO": True, "PDL": True},
+                {"D": 7168, "BLOCK": 8192, "PDL": True},
                 row,
             )
         )
         halves = {"gate": p, "up": p, "out": p, "beta": "fp32", "linear_beta": "fp32"}
-        found.append(
-            (f"glu {kind}", glu_kernels.glu_kernel, {"KIND": 1, "BLOCK": 512, "LETS_GO": True, "PDL": True}, halves)
-        )
+        found.append((f"glu {kind}", glu_kernels.glu_kernel, {"KIND": 1, "BLOCK": 512, "PDL": True}, halves))
         for heads, keys, values, rank, shared in ((12, 128, 128, 512, 64), (4, 32, 32, 64, 16)):
             sizes = {"H": heads, "BOTH": keys + values, "R": rank, "BLOCK_R": rank, "ROWS": 16}
             sizes |= {"PDL": False, "INTERPRET": False}

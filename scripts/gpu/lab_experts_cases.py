@@ -11,7 +11,7 @@ from baltoro.bench.kernels.moe import ACTIVE, INNER, LATENT, RESIDENT
 from baltoro.kernels.moe import tile_experts
 from baltoro.kernels.moe.permute import empty
 from baltoro.kernels.moe.products import TiledExperts
-from baltoro.kernels.moe.tile_experts import FEW, MANY, Plan, Tile
+from baltoro.kernels.moe.tile_experts import FEW, MANY, RING, SMALL, WIDE, Plan, Tile
 
 DEVICE = "cuda"
 ACTIVATION = (1, 4.0, 25.0)  # SiTU
@@ -30,9 +30,6 @@ def both(tile: Tile, **changes: object) -> Plan:
     tile = replace(tile, **changes)  # type: ignore[arg-type]
     return Plan(tile, tile)
 
-
-SMALL = Tile(16, 0, 128, 2, 1, 168, few=True)
-RING = Tile(32, 0, 256, 8, 4, 128, ring=True)
 
 # The most promising first.
 VARIANTS: dict[str, tuple[Plan, ...]] = {
@@ -53,7 +50,7 @@ VARIANTS: dict[str, tuple[Plan, ...]] = {
     "512 rows": (
         both(FEW), both(replace(FEW, few=False)), both(replace(FEW, block=64, warps=1, registers=128)),
         both(Tile(8, 0, 128, 2, 3)),
-        both(Tile(8, 0, 256, 4, 1, few=True)), both(Tile(8, 0, 128, 2, 3, fetch=0)),
+        both(replace(FEW, ahead=True)), both(Tile(8, 0, 256, 4, 1, few=True)), both(Tile(8, 0, 128, 2, 3, fetch=0)),
         both(Tile(8, 0, 128, 2, 3, spread=True)),
     ),
     "16352 rows": (
@@ -69,29 +66,21 @@ VARIANTS: dict[str, tuple[Plan, ...]] = {
     "64 pairs": (Plan(replace(PAIR, spread=True), LAST),),
     "64 rows": (both(FEW), both(replace(FEW, few=False)), both(Tile(8, 0, 128, 2, 3))),
     "1024 rows": (
-        both(SMALL), both(RING, rows=16), both(SMALL, block=64, warps=1), both(FEW), both(RING),
-        both(SMALL, around=True), both(RING, rows=16, block=128, stages=6, registers=80),
-        both(Tile(16, 0, 128, 2, 3)), both(SMALL, block=256, warps=4), both(FEW, around=True),
-        both(RING, rows=16, block=128, warps=4, stages=6), both(RING, rows=16, stages=5),
+        both(SMALL), both(SMALL, short=8, ahead=True), both(SMALL, short=8),
+        both(RING, rows=16, short=8, stages=4, ahead=True), both(RING, rows=16, registers=80), both(SMALL, ahead=True),
+        both(RING, rows=16, short=8, warps=4, stages=2, ahead=True), both(RING, rows=16, registers=80, ahead=True),
     ),
     "2048 rows": (
-        both(RING), both(RING, block=128, stages=4, registers=80), both(RING, block=128, warps=4, stages=6),
-        both(Tile(32, 0, 64, 1, 1, few=True)), both(RING, rows=16, more=8), both(SMALL), both(MANY),
-        both(Tile(32, 0, 128, 8, 3, 80, piped=True)), both(Tile(32, 0, 128, 2, 1, few=True)),
-        both(RING, stages=6, registers=0), both(RING, stages=3), both(RING, rows=16),
-        both(Tile(32, 0, 64, 1, 1, few=True, around=True)),
+        both(RING), both(RING, short=16, ahead=True, stages=4), both(RING, short=16), both(RING, short=16, ahead=True),
+        both(RING, short=16, warps=4, stages=2, registers=168),
+        both(RING, block=128, short=16, stages=4, registers=80), both(RING, short=16, stages=4),
     ),
-    "4096 rows": (
-        both(RING, more=16, stages=3), both(RING, rows=64, stages=3), both(RING, more=16, block=128, stages=4),
-        both(RING, rows=64, block=128, stages=4), both(MANY), both(Tile(64, 0, 128, 8, 3, 128, piped=True)),
-        both(RING, more=8, stages=3), both(RING), both(RING, rows=64, stages=6, registers=0),
-        both(Tile(32, 16, 128, 8, 3, 96, piped=True)),
-    ),
+    "4096 rows": (both(WIDE), both(WIDE, short=32), both(WIDE, short=32, ahead=True), both(RING)),
 }  # fmt: skip
 
 
 def short(plan: Plan) -> str:
-    """Both cuts: rows+more x block, warps, stages, [registers], [split], [spread], [signal], [in place], fetch."""
+    """Both cuts: rows+more x block, warps, stages, [registers], [split], [spread], [signal], form, fetch."""
     words = []
     for tile in (plan.first, plan.second):
         word = f"{tile.rows}+{tile.more}x{tile.block} w{tile.warps} s{tile.stages}"
@@ -99,8 +88,9 @@ def short(plan: Plan) -> str:
         word += f" k{tile.split}" if tile.split > 1 else ""
         word += " spread" * tile.spread + (f" after {tile.signal}/8" if tile.signal else "")
         word += " few" * tile.few
-        word += " piped" * tile.piped + " ring" * tile.ring + " around" * tile.around
-        words.append(word + (" here" if tile.in_place else ""))
+        word += " piped" * tile.piped + " ring" * tile.ring + " ahead" * tile.ahead
+        word += f" short {tile.short}" if tile.short else ""
+        words.append(word)
     same = words[0] == words[1]
     return f"({words[0] if same else ' | '.join(words)}, fetch {plan.second.fetch})"
 

@@ -9,7 +9,8 @@ from typing import Any, Literal
 import pytest
 
 from baltoro.bench import cache_traces
-from baltoro.bench.replay import Replay, Replayed, StepCost
+from baltoro.bench.books_runner import StepCost
+from baltoro.bench.replay import Replay, Replayed
 from baltoro.bench.replay_plan import replay_config
 from baltoro.bench.replay_plot import plot_replay
 from baltoro.bench.replay_report import by_label, write_replay

@@ -8,7 +8,8 @@ import threading
 from pathlib import Path
 
 from baltoro.cache.disk import DiskTier
-from baltoro.cache.disk_files import DiskFiles, file_bytes
+from baltoro.cache.disk_files import DiskFiles, Files, file_bytes
+from baltoro.cache.disk_thread import DiskThread, Done
 from baltoro.cache.tier import Landed, TierEntry, TierRecord
 
 NUM_CHAINS, CHAIN = 3, 4
@@ -50,13 +51,13 @@ class MemoryFiles:
         pass
 
 
-class SteppedTier(DiskTier):
-    """Its jobs are done when the test says so, one by one, instead of by a thread."""
+class SteppedThread(DiskThread):
+    """No thread at all: jobs are done when the test says so."""
 
-    def _start(self) -> None:
+    def start(self) -> None:
         pass
 
-    def _check_alive(self) -> None:
+    def check(self) -> None:
         pass
 
     def step(self) -> bool:
@@ -65,13 +66,24 @@ class SteppedTier(DiskTier):
             return False
         job = self._jobs.get()
         assert job is not None
-        self._done.put(self._do(job))
+        self._done.put(self.do(job))
         return True
 
-    def _next_done(self):  # type: ignore[no-untyped-def]
+    def wait(self) -> Done:
         while self._done.empty():
             assert self.step(), "the tier waits for something that nobody does"
         return self._done.get()
+
+
+class SteppedTier(DiskTier):
+    """Its jobs are done when the test says so, one by one, instead of by a thread."""
+
+    def __init__(self, files: Files, max_bytes: int, *, max_pending_bytes: int) -> None:
+        self.stepped = SteppedThread(files)
+        super().__init__(files, max_bytes, max_pending_bytes=max_pending_bytes, thread=self.stepped)
+
+    def step(self) -> bool:
+        return self.stepped.step()
 
 
 class SlowFiles(DiskFiles):

@@ -15,7 +15,8 @@ import pytest
 import torch
 
 from baltoro.cache.audit import Holding, audit
-from baltoro.cache.pool import ArenaLayout, Part, Pool, UnifiedShape
+from baltoro.cache.pool import Pool
+from baltoro.cache.shape import ArenaLayout, Part, UnifiedShape
 from baltoro.cache.unified import UnifiedBooks
 from baltoro.errors import LeakError, PoolExhausted
 

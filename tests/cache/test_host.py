@@ -9,7 +9,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from baltoro.cache.host import HostBook, HostEntry, Reserved
+from baltoro.cache.host import HostBook
+from baltoro.cache.host_entry import HostEntry, Reserved
 from baltoro.errors import LeakError
 
 NUM_CHAINS, CHAIN = 3, 5

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from baltoro.cache.host_store import BLOCKS_PER_STATE, HostStore, plan_host
-from baltoro.cache.pool import ArenaLayout, ArenaShape, Part, Pool
+from baltoro.cache.pool import Pool
+from baltoro.cache.shape import ArenaLayout, ArenaShape, Part
 from baltoro.errors import ConfigError, ShapeError
 
 ROW = Part((3, 5), torch.bfloat16)

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baltoro.cache import pool as pool_module
-from baltoro.cache.pool import ALIGNMENT, ArenaLayout, ArenaShape, Part, Pool, UnifiedShape
+from baltoro.cache.pool import Pool
+from baltoro.cache.shape import ALIGNMENT, ArenaLayout, ArenaShape, Part, UnifiedShape
 
 ROW = Part((3, 5), torch.bfloat16)
 SLOT_PARTS = (Part((2, 3, 4, 4), torch.float32), Part((2, 3, 7), torch.bfloat16))

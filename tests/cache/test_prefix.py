@@ -8,10 +8,11 @@ from random import Random
 
 import pytest
 
+from baltoro.cache.answers import Inserted
 from baltoro.cache.audit import Holding, audit
 from baltoro.cache.books import FixedBooks
 from baltoro.cache.grid import Grid
-from baltoro.cache.prefix import Inserted, PrefixTree
+from baltoro.cache.prefix import PrefixTree
 from baltoro.cache.retention import CheckpointKind, Turns, retention_by_name
 from baltoro.errors import ConfigError, LeakError
 

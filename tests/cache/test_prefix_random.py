@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from baltoro.cache.books import Books, FixedBooks
 from baltoro.cache.grid import Grid
-from baltoro.cache.pool import ArenaLayout, Part, UnifiedShape
 from baltoro.cache.retention import Interval, PromptEnd, Retention, SecondHit, Turns
+from baltoro.cache.shape import ArenaLayout, Part, UnifiedShape
 from baltoro.cache.unified import UnifiedBooks
 from tests.cache.tree_world import World
 

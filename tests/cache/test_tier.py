@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from baltoro.cache.disk import DiskTier
-from baltoro.cache.host import HostBook, HostEntry
+from baltoro.cache.host import HostBook
+from baltoro.cache.host_entry import HostEntry
 from baltoro.cache.host_store import HostShape, HostStore
-from baltoro.cache.pool import ArenaLayout, Part
+from baltoro.cache.shape import ArenaLayout, Part
 from baltoro.cache.tier import Chain, TierRecord, find_chain, promote, spill
 
 LAYOUT = ArenaLayout((Part((2, 3), torch.float32),), Part((3, 5), torch.bfloat16), 4)

@@ -15,8 +15,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from baltoro.cache.audit import Holding, audit
 from baltoro.cache.books import BookMove
-from baltoro.cache.pool import ArenaLayout, Part, Pool, UnifiedShape
+from baltoro.cache.pool import Pool
 from baltoro.cache.region import Region
+from baltoro.cache.shape import ArenaLayout, Part, UnifiedShape
 from baltoro.cache.unified import UnifiedBooks
 from baltoro.errors import ConfigError, LeakError, PoolExhausted
 from tests.cache.memory_model import SLOT_PARTS, MemoryModel, small_shape

@@ -13,13 +13,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
 
+from baltoro.cache.answers import Match, Pin
 from baltoro.cache.audit import Holding, audit
 from baltoro.cache.books import Books, FixedBooks
 from baltoro.cache.evict import Evicted
 from baltoro.cache.grid import Grid
 from baltoro.cache.node import root_digest
 from baltoro.cache.node_store import descendants
-from baltoro.cache.prefix import Match, Pin, PrefixTree
+from baltoro.cache.prefix import PrefixTree
 from baltoro.cache.retention import CheckpointKind, Retention
 from tests.cache.tree_model import Gone, Key, Model
 

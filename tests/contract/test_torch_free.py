@@ -20,6 +20,7 @@ TORCH_FREE_FILES = {"model/sizes.py", "model/names.py", "model/config_json.py", 
 TORCH_FREE_FILES |= {
     "model/adapter_names.py",
     "model/tensor_file.py",
+    "model/vision_names.py",
     "model/weight_files.py",
     "parallel/mesh.py",
     "parallel/shard.py",

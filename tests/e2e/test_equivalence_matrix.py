@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from baltoro.engine.engine import Engine
-from baltoro.engine.prefix import Found, PrefixCache
+from baltoro.engine.lookup import Found, PrefixLookup
 from baltoro.engine.request import Request
 from tests.e2e.conversation import Ask, Report, check_answers, check_hits, make_engine, options_of, serve, words
 from tests.e2e.matrix import AXES, NUM_CELLS, Cell, covering, full_product, values_of
@@ -134,18 +134,18 @@ def test_the_checkpoint_of_another_depth_would_be_seen(
 ) -> None:
     """The KV of 192 tokens with the state of 128 is off by far more than any bound here."""
     check_answers(_second_turn(make_engine("k3", dtype, options_of(STEPWISE, "k3", dtype, tmp_path))), "k3", dtype)
-    find = PrefixCache.find
+    find = PrefixLookup.find
 
-    def find_wrongly(cache: PrefixCache, request: Request) -> Found:
-        found = find(cache, request)
+    def find_wrongly(lookup: PrefixLookup, request: Request) -> Found:
+        found = find(lookup, request)
         if not found.depth:
             return found
-        shallower = cache.tree.match(request.namespace, request.hold.ids, found.depth - 1)
+        shallower = lookup.tree.match(request.namespace, request.hold.ids, found.depth - 1)
         assert found.match is not None
         assert (found.depth, shallower.depth) == (192, 128)
         return replace(found, match=replace(found.match, state=shallower.state))
 
-    monkeypatch.setattr(PrefixCache, "find", find_wrongly)
+    monkeypatch.setattr(PrefixLookup, "find", find_wrongly)
     report = _second_turn(make_engine("k3", dtype, options_of(STEPWISE, "k3", dtype, tmp_path)))
     with pytest.raises(AssertionError, match="second/0"):
         check_answers(report, "k3", dtype)

@@ -173,7 +173,7 @@ class Life:
         scheduler = self.engine.scheduler
         self.engine.loop.settle()
         if scheduler.running:
-            scheduler._retract(self.random.choice(scheduler.running))
+            scheduler.retraction.retract(self.random.choice(scheduler.running))
 
     # ---- answers ---------------------------------------------------------------------------------------------------
     def _note(self, deltas: Sequence[TokenDelta]) -> None:

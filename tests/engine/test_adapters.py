@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from baltoro.engine.adapters import AdapterBook, AdapterVersion, parse_modules
+from baltoro.engine.adapter_version import AdapterVersion
+from baltoro.engine.adapters import AdapterBook, parse_modules
 from baltoro.engine.config import EngineConfig
 from baltoro.engine.request import Request
 from baltoro.errors import ConfigError, LeakError, RequestError

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from baltoro.cache.books import Books, FixedBooks
 from baltoro.cache.pages import pages_for
-from baltoro.cache.pool import ArenaShape
+from baltoro.cache.shape import ArenaShape
 from baltoro.cache.unified import UnifiedBooks
 from baltoro.config import build
 from baltoro.engine.config import EngineConfig

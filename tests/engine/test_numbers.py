@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from baltoro.cache.disk import DiskTier
+from baltoro.cache.disk_thread import DiskThread
 from baltoro.engine.config import EngineConfig
 from baltoro.engine.engine import Engine
 from baltoro.errors import ConfigError, ContextLengthError
@@ -86,16 +86,16 @@ def test_what_a_slow_disk_brings_after_a_flush_is_not_found(tmp_path: Path, monk
     while engine.stats()["disk_pending_bytes"]:  # else what is awaited may be a write that has not landed yet
         engine.scheduler.memory.poll()
     gate, is_read = threading.Event(), threading.Event()
-    work: Callable[..., Any] = DiskTier._do
+    work: Callable[..., Any] = DiskThread.do
 
-    def slowly(tier: DiskTier, job: Any) -> Any:
+    def slowly(thread: DiskThread, job: Any) -> Any:
         gate.wait(30)
-        done = work(tier, job)
+        done = work(thread, job)
         if job.kind == "get":
             is_read.set()
         return done
 
-    monkeypatch.setattr(DiskTier, "_do", slowly)
+    monkeypatch.setattr(DiskThread, "do", slowly)
     submit(engine, "waits", several[0], max_tokens=4)
     assert not engine.step()
     assert engine.scheduler.waiting.head().hold.loading, "the disk was asked"  # type: ignore[union-attr]

@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 import torch
 
-from baltoro.engine.batch import Move, Plan, PlanBuilder
+from baltoro.engine.batch import Move, Plan
 from baltoro.engine.engine import Engine
-from baltoro.engine.prefix import namespace_of
+from baltoro.engine.plan_builder import PlanBuilder
+from baltoro.engine.prefix_key import namespace_of
 from baltoro.errors import ConfigError, LeakError
 from baltoro.protocol.sampling import SamplingParams
 from tests.engine.late import make_late
@@ -75,7 +76,7 @@ def test_what_a_chunk_writes_is_found_only_when_it_has_landed() -> None:
     make_late(engine, seed=3)
     prompt = prompt_of(70)
     submit(engine, "first", prompt, max_tokens=2)
-    (request,) = engine.scheduler.holders()
+    (request,) = engine.scheduler.roster.holders()
     seen = set()
     while not request.num_output:
         engine.step()

@@ -10,9 +10,9 @@ from functools import partial
 
 import pytest
 
-from baltoro.engine.batch import ALIGNMENT, PlanBuilder
 from baltoro.engine.engine import Engine
-from baltoro.engine.prefix import namespace_of
+from baltoro.engine.plan_builder import ALIGNMENT, PlanBuilder
+from baltoro.engine.prefix_key import namespace_of
 from baltoro.errors import InvariantError, QueueFull
 from baltoro.protocol.completion import TokenDelta
 from baltoro.protocol.sampling import SamplingParams
@@ -110,7 +110,7 @@ def test_a_cut_on_the_grid_never_stops_progress() -> None:
     """G-38: from 70 with room for 50 the aligned end is 64, behind the start; so 50 it is."""
     engine = cached_engine(num_pages=100)
     submit(engine, "a", prompt_of(300))
-    (request,) = engine.scheduler.holders()
+    (request,) = engine.scheduler.roster.holders()
     for start in (0, 1, 63, 64, 70, 127):
         for room in (1, 2, 50, 64, 65, 200):
             request.num_planned = start
@@ -219,7 +219,7 @@ def test_all_can_be_retracted_flushed_and_resumed(retract_to: str) -> None:
     told = [delta for _ in range(4) for delta in engine.step()]
     engine.loop.settle()
     while engine.scheduler.running:
-        engine.scheduler._retract(engine.scheduler.running[-1])
+        engine.scheduler.retraction.retract(engine.scheduler.running[-1])
     engine.audit()
     engine.flush()
     assert used(engine) == (0, 0)

@@ -169,7 +169,7 @@ def test_a_number_that_is_not_newer_and_a_namespace_that_was_given_are_refused(m
     for number in (3, 2):
         with pytest.raises(RequestError, match="not newer than 3"):
             engine.publish("p", number, adapter(4), "x", is_carrying=False)
-    monkeypatch.setattr("baltoro.engine.adapters.AdapterVersion.namespace", property(lambda self: self.name))
+    monkeypatch.setattr("baltoro.engine.adapter_version.AdapterVersion.namespace", property(lambda self: self.name))
     publish(engine, 4, is_carrying=False)
     with pytest.raises(RequestError, match="namespace of its own"):
         publish(engine, 5, is_carrying=False)

@@ -96,7 +96,7 @@ class Requests(RuleBasedStateMachine):
         if not scheduler.running:
             return
         at = data.draw(st.integers(0, len(scheduler.running) - 1))
-        scheduler._retract(scheduler.running[at])
+        scheduler.retraction.retract(scheduler.running[at])
 
     @invariant()
     def adds_up(self) -> None:

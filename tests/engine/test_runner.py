@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from baltoro.engine.batch import Plan, PlanBuilder, Result
+from baltoro.engine.batch import Plan, Result
 from baltoro.engine.media import media_runs
+from baltoro.engine.plan_builder import PlanBuilder
 from baltoro.engine.request import MediaRun
 from baltoro.errors import RequestError
 from baltoro.model.config import VisionConfig

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from baltoro.kernels.spans import Spans
-from baltoro.model.context import CacheMap, ForwardContext, Snapshot
+from baltoro.model.cache_map import CacheMap, Snapshot
+from baltoro.model.context import ForwardContext
 from baltoro.model.state import CacheViews
 from tests.engine.stub import StubModel, logits_after
 

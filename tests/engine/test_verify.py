@@ -18,8 +18,9 @@ from baltoro.kernels.kda import fused
 from baltoro.kernels.mla import split_decode
 from baltoro.kernels.spans import Spans
 from baltoro.model.build import new_model
+from baltoro.model.cache_map import CacheMap
 from baltoro.model.config import K3Config
-from baltoro.model.context import CacheMap, DraftWindows, ForwardContext
+from baltoro.model.context import DraftWindows, ForwardContext
 from tests.engine.stub import StubModel
 from tests.engine.test_graphs import FakeBackend, answers
 from tests.engine.walker import Walker, greedy, speculate

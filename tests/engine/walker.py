@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from baltoro.cache.pool import ArenaShape
+from baltoro.cache.shape import ArenaShape
 from baltoro.engine.batch import Plan, Span
 from baltoro.engine.engine import Engine
 from baltoro.engine.spec.verify import Verified, Verifier

@@ -8,11 +8,12 @@ from torch import Tensor
 
 from baltoro.kernels.attnres import fast as attnres
 from baltoro.kernels.attnres import fused
-from baltoro.kernels.mla import fast_absorb, reference, split_decode
+from baltoro.kernels.mla import expanded, fast_absorb, packed, reference, split_decode
 from baltoro.kernels.paged import fast as paged
 from baltoro.kernels.paged import reference as plain
 from baltoro.kernels.sample import fast as sampling
 from baltoro.kernels.sample.reference import sample
+from baltoro.kernels.spans import Spans
 from tests.kernels.tolerances import TOLERANCES
 
 pytestmark = pytest.mark.gpu
@@ -44,6 +45,32 @@ def test_latent_attention(heads: int, window: int, dtype: torch.dtype) -> None:
         )
         assert gap(out, exact) < bound("mla_attend_absorbed", dtype)
         assert gap(lse, exact_lse) < 1e-2 if dtype == torch.bfloat16 else gap(lse, exact_lse) < 1e-5
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("heads", "own", "common", "value"), [(12, 128, 64, 128), (96, 128, 64, 128), (4, 32, 16, 32)])
+@pytest.mark.parametrize(
+    ("lengths", "starts"),
+    [((700,), (0,)), ((1, 130, 64, 65), (0, 0, 0, 0)), ((128, 1, 33), (1000, 127, 64)), ((257, 5), (0, 4000))],
+)
+def test_expanded_attention_of_packed_spans(
+    heads: int, own: int, common: int, value: int, lengths: tuple[int, ...], starts: tuple[int, ...]
+) -> None:
+    """Keys, values and the shared part as slices of wider rows; what lies beside them is NaN."""
+    spans = Spans.build(lengths, starts, device="cuda")
+    num = sum(spans.ends)
+    q = torch.randn(spans.num_tokens, heads, own + common, device="cuda").bfloat16()
+    both = torch.randn(num, heads, own + value, device="cuda").bfloat16()
+    row = torch.full((num, common + 16), float("nan"), device="cuda").bfloat16()
+    row[:, 8 : 8 + common] = torch.randn(num, common, device="cuda").bfloat16()
+    shared, scale = row[:, 8 : 8 + common], (own + common) ** -0.5
+    torch.full((1 << 26,), float("nan"), device="cuda")  # what the result's memory held
+    got = packed.attend(q, both, shared, spans=spans, scale=scale, out_dtype=torch.bfloat16)
+    wide = (x.double() for x in (q, both, shared))
+    exact = expanded.by_reference(*wide, spans=spans, scale=scale, out_dtype=torch.float64)
+    assert gap(got, exact) < bound("mla_attend_expanded", torch.bfloat16)
+    worst = (got.double() - exact).norm(dim=(1, 2)) / exact.norm(dim=(1, 2))
+    assert float(worst.max()) < 3 * bound("mla_attend_expanded", torch.bfloat16)
 
 
 def test_calls_that_overlap_give_what_they_give_alone() -> None:

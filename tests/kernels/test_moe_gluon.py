@@ -33,9 +33,11 @@ def experts(num: int, width: int, hidden: int) -> ExpertWeights:
     return ExpertWeights(w1=matrix(hidden, width), w3=matrix(hidden, width), w2=matrix(width, hidden))
 
 
-@pytest.mark.parametrize("pieces", [0, 1, 2])
-@pytest.mark.parametrize(("rows", "more", "stages"), [(16, 0, 2), (8, 8, 3), (8, 8, 2)])
-def test_grouped_product(rows: int, more: int, stages: int, pieces: int) -> None:
+@pytest.mark.parametrize(
+    ("rows", "more", "stages", "pieces", "short"),
+    [(16, 0, 2, 0, 0), (8, 8, 3, 0, 0), (8, 8, 2, 0, 0), (16, 0, 2, 1, 0), (16, 0, 3, 2, 8), (8, 0, 4, 4, 0)],
+)
+def test_grouped_product(rows: int, more: int, stages: int, pieces: int, short: int) -> None:
     """pieces: of the ring's blocks; 0: the form whose weights go straight into registers."""
     torch.manual_seed(0)
     width, inner, num, active = 288, 160, 3, 2
@@ -55,18 +57,16 @@ def test_grouped_product(rows: int, more: int, stages: int, pieces: int) -> None
 
     def launch(x: Tensor, packed: Tensor, scale: Tensor, out: Tensor, num_rows: int, is_first: bool) -> None:
         boxes, units = x.unflatten(1, (-1, 64)).transpose(0, 1), x.shape[1] // UNIT
-        sizes = (num, units, num_rows // 8, out.shape[1], 4.0, 25.0, rows, more)
+        sizes = (num, units, num_rows // 8, out.shape[1], 4.0, 25.0, rows)
         kind = (1 if is_first else 0, is_first, is_first)
         words = packed.view(torch.int32)
         if not pieces:
-            grid = (num_rows // 128, table.shape[1])
-            grouped(
-                grid, boxes, boxes, table, order, words.flatten(), scale.flatten(), out, *sizes, 128, 8, stages, *kind
-            )
+            given = (boxes, boxes, table, order, words.flatten(), scale.flatten(), out)
+            grouped((num_rows // 128, table.shape[1]), *given, *sizes, more, 128, 8, stages, *kind)
             return
-        grid = (num_rows // (128 * pieces), table.shape[1])
         words, scales = words.reshape(-1, units * 4, 32), scale.reshape(-1, units * 32)
-        ring(grid, words, scales, boxes, boxes, table, order, out, *sizes, 8, pieces, stages, *kind, True)
+        given = (words, scales, boxes, boxes, table, order, out, *sizes, short, 8, pieces, stages, *kind)
+        ring((num_rows // (128 * pieces), table.shape[1]), *given, stages == 3, True)
 
     hidden = torch.full((22, 256), float("nan")).bfloat16()
     x = put_in_order(z[order // active], width)
@@ -79,9 +79,9 @@ def test_grouped_product(rows: int, more: int, stages: int, pieces: int) -> None
     assert float((got.double() - expected).norm() / expected.norm()) < 5e-3
 
 
-@pytest.mark.parametrize("rows", [8, 16, 32])
+@pytest.mark.parametrize(("rows", "short", "is_ahead"), [(8, 0, False), (16, 0, True), (16, 8, False)])
 @pytest.mark.parametrize(("warps", "width", "is_rounded"), [(1, 288, False), (2, 256, False), (4, 288, True)])
-def test_product_of_few_rows(warps: int, width: int, is_rounded: bool, rows: int) -> None:
+def test_product_of_few_rows(warps: int, width: int, is_rounded: bool, rows: int, short: int, is_ahead: bool) -> None:
     torch.manual_seed(0)
     inner, num, active = 160, 3, 2
     z, bytes_ = torch.randn(11, width).bfloat16(), experts(num, width, inner)
@@ -95,7 +95,7 @@ def test_product_of_few_rows(warps: int, width: int, is_rounded: bool, rows: int
             (num_rows // (64 * warps), table.shape[1]), x, table, order, one.packed.view(torch.int32).flatten(),
             one.scale.flatten(), out, num, active, -(-x.shape[1] // UNIT), num_rows // 8, x.shape[1], x.shape[1],
             out.shape[1], 4.0, 25.0, rows, warps, int(is_first), is_first, x.shape[1] % UNIT == 0,
-            is_rounded and is_first, False, "",
+            is_rounded and is_first, short, is_ahead, False,
         )  # fmt: skip
 
     hidden = torch.full((22, 256), float("nan")).bfloat16()

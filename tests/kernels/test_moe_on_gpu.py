@@ -103,24 +103,42 @@ def test_every_plan_of_permuted_experts_for_few_and_many_rows(plan: Plan) -> Non
         assert 1e-3 < gap(out, expected) < TOLERANCES["expert_product_w4a8"]["bfloat16"]
 
 
-SMALL = Tile(16, 0, 128, 2, 1, few=True)
-RING = Tile(32, 0, 256, 8, 4, 128, ring=True)
-RAGGED = (0, 1, 7, 8, 9, 15, 16, 17, 31, 32, 33, 40)
+SMALL, RING, WIDE = tile_experts.SMALL, tile_experts.RING, tile_experts.WIDE
+RAGGED = (0, 1, 7, 8, 9, 15, 16, 17, 31, 32, 33, 40, 64, 65)
 
 
 @pytest.mark.parametrize("changes", [
-    {"rows": 8}, {"rows": 16}, {"rows": 32, "block": 64, "warps": 1}, {"block": 256, "warps": 4, "around": True},
+    {}, {"rows": 8}, {"short": 8}, {"ahead": True}, {"short": 8, "ahead": True}, {"block": 64, "warps": 1},
+    {"block": 256, "warps": 4, "short": 8},
 ])  # fmt: skip
 def test_ragged_rows_of_few(changes: dict[str, int]) -> None:
     ragged(replace(SMALL, **changes))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("changes", [
-    {"rows": 16}, {}, {"rows": 64, "stages": 3}, {"more": 16, "stages": 3}, {"rows": 16, "more": 8, "stages": 2},
-    {"block": 128, "stages": 6}, {"block": 128, "warps": 4, "stages": 6}, {"block": 64, "warps": 4, "more": 16},
+    {}, {"short": 16, "ahead": True}, {"stages": 4}, {"rows": 16}, {"rows": 16, "short": 8, "stages": 2},
+    {"block": 128, "stages": 6}, {"block": 128, "short": 16, "registers": 80}, {"ahead": True},
+    {"rows": 16, "registers": 80}, {"warps": 4, "stages": 2, "short": 16, "registers": 168},
+    {"block": 128, "warps": 4, "stages": 6}, {"block": 64, "warps": 4},
 ])  # fmt: skip
 def test_ragged_rows_of_the_ring(changes: dict[str, int]) -> None:
     ragged(replace(RING, **changes))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("short", [0, 32])
+def test_ragged_rows_of_the_wide_ring(short: int) -> None:
+    ragged(replace(WIDE, short=short, ahead=short > 0))
+
+
+@pytest.mark.parametrize("is_rounded", [False, True])
+@pytest.mark.parametrize("tokens", [1, 4, 60, 300, 700])
+def test_rows_of_a_wider_product_are_read_where_they_lie(tokens: int, is_rounded: bool) -> None:
+    weights = resident_experts("cuda", num=24, width=640, inner=352)
+    permuted, activation = permute_experts(weights), partial(situ_glu, beta=4.0, linear_beta=25.0)
+    z, shares = torch.randn(tokens, 752, device="cuda").bfloat16()[:, 112:], torch.rand(tokens, 3, device="cuda")
+    ids = torch.rand(tokens, 24, device="cuda").topk(3).indices
+    run = partial(fast_experts.expert_product, activation=activation, fake_activations=is_rounded)
+    assert torch.equal(run(z, ids, shares, permuted), run(z.contiguous(), ids, shares, permuted))
 
 
 def ragged(tile: Tile) -> None:

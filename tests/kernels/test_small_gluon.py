@@ -27,7 +27,7 @@ def mixed(num: int, width: int, pending: str, *, has_norm: bool) -> tuple[Tensor
     wide = (1 << (width - 1).bit_length()) // 128
     kernels(ROOT / "attnres/cluster_kernels.py")["cluster_mix_kernel"](
         (2,), bank, prefix, update, query, gain, total, out, bank.stride(0), bank.stride(1), EPS, NORM_EPS,
-        num, width, 2, 2, wide, None, *text, prefix is not None, update is not None, has_norm, True, True,
+        num, width, 2, 2, wide, None, *text, prefix is not None, update is not None, has_norm, True,
     )  # fmt: skip
     exact = [None if x is None else x.double() for x in (bank, prefix, update, query)]
     if not has_norm:
@@ -75,7 +75,6 @@ def picks(logits: Tensor, bias: Tensor, top_k: int, groups: int, wide: int) -> t
         groups,
         wide,
         *layouts,
-        True,
         True,
         True,
         True,

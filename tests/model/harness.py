@@ -14,7 +14,8 @@ from torch import Tensor
 
 from baltoro.kernels.precision import acc_dtype
 from baltoro.kernels.spans import Spans
-from baltoro.model.context import CacheMap, ForwardContext, Media, Snapshot
+from baltoro.model.cache_map import CacheMap, Snapshot
+from baltoro.model.context import ForwardContext, Media
 from baltoro.model.decoder import K3Model
 from baltoro.model.state import CacheViews
 

@@ -12,7 +12,8 @@ from torch import Tensor
 from baltoro.errors import ShapeError
 from baltoro.kernels.spans import Spans
 from baltoro.model.build import new_model
-from baltoro.model.context import CacheMap, ForwardContext, train_context
+from baltoro.model.cache_map import CacheMap
+from baltoro.model.context import ForwardContext, train_context
 from baltoro.model.decoder import K3Model
 from baltoro.model.mtp import MTPLayer, predict_ahead
 from baltoro.model.state import CacheViews

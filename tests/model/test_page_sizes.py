@@ -15,7 +15,8 @@ from torch import Tensor
 from baltoro.kernels.mla.reference import attend_absorbed
 from baltoro.kernels.spans import Spans
 from baltoro.model.build import new_model
-from baltoro.model.context import CacheMap, ForwardContext, train_context
+from baltoro.model.cache_map import CacheMap
+from baltoro.model.context import ForwardContext, train_context
 from baltoro.model.decoder import K3Model
 from tests.model.harness import Harness, random_tokens
 from tests.tiny import tiny_k3, tiny_kimi_linear

@@ -14,8 +14,9 @@ from torch import Tensor
 from baltoro.errors import ShapeError
 from baltoro.kernels.spans import Spans
 from baltoro.model.build import new_model
+from baltoro.model.cache_map import CacheMap, Snapshot
 from baltoro.model.config import K3Config
-from baltoro.model.context import CacheMap, ForwardContext, Snapshot
+from baltoro.model.context import ForwardContext
 from baltoro.model.decoder import K3Model
 from baltoro.model.state import CacheViews
 from tests.model.harness import Harness, random_tokens

@@ -119,8 +119,8 @@ class Here:
 
 def forgetful_main(*arguments: Any) -> None:
     """An engine that keeps one namespace for all versions of a name: what a skipped cache flush is here."""
-    from baltoro.engine.adapters import AdapterVersion
-    from baltoro.llm import engine_main
+    from baltoro.engine.adapter_version import AdapterVersion
+    from baltoro.llm.engine_process import engine_main
 
     AdapterVersion.namespace = property(lambda self: self.name)  # type: ignore[method-assign, assignment]
     engine_main(*arguments)
@@ -130,7 +130,7 @@ def broken_main(*arguments: Any) -> None:
     """An engine with a bug of its own, found in the middle of a change of versions."""
     from baltoro.engine.adapters import AdapterBook
     from baltoro.errors import LeakError
-    from baltoro.llm import engine_main
+    from baltoro.llm.engine_process import engine_main
 
     def fail(*_: Any, **__: Any) -> None:
         raise LeakError("pages [7]: leaked")

@@ -13,7 +13,7 @@ from baltoro.rl.parts import engine_config
 from baltoro.rl.plan import choices, make_plan
 from baltoro.rl.recipe import RLConfig, host_and_port
 from baltoro.rl.sync import export
-from baltoro.trainer.policy_step import first_adapter
+from baltoro.trainer.first_adapter import first_adapter
 from tests.rl.runs import MODEL, recipe
 
 THERE: dict[str, Any] = {"is_deterministic": False, "engine": {"place": "tcp://10.0.0.2:7400"}}

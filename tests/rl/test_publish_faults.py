@@ -24,8 +24,8 @@ from baltoro.model.lora import add_adapters
 from baltoro.rl.engine_process import EnginePolicy
 from baltoro.transfer.channel import Channel
 from baltoro.transfer.manifest import Manifest, Raw, describe
+from baltoro.transfer.messages import Abort, Bucket, Commit, Prepare
 from baltoro.transfer.tensors import to_raws
-from baltoro.transfer.transaction import Abort, Bucket, Commit, Prepare
 from tests.model.adapters import random_adapter
 from tests.rl.engines import (
     CONFIG,

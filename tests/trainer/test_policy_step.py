@@ -10,9 +10,10 @@ import torch
 
 from baltoro.errors import ConfigError, InvariantError
 from baltoro.model.build import new_model
-from baltoro.trainer.policy_config import ALGORITHMS, PolicyConfig
+from baltoro.trainer.first_adapter import first_adapter
+from baltoro.trainer.policy_config import ALGORITHMS, FactorOptim, PolicyConfig
 from baltoro.trainer.policy_sample import PolicySample, pack_policy
-from baltoro.trainer.policy_step import FactorOptim, PolicyTrainer, first_adapter
+from baltoro.trainer.policy_step import PolicyTrainer
 from tests.tiny import tiny_k3
 
 MODEL = tiny_k3(num_layers=3, mla_layers=(1,), vision=None)

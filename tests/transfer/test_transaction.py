@@ -19,8 +19,9 @@ from baltoro.errors import TransferError
 from baltoro.transfer.channel import MAX_IN_FLIGHT
 from baltoro.transfer.local import Listener, LocalChannel, pair
 from baltoro.transfer.manifest import Manifest, Raw, raws
+from baltoro.transfer.messages import Abort, Bucket, Commit, Prepare
 from baltoro.transfer.tensors import to_raws, to_tensor
-from baltoro.transfer.transaction import Abort, Bucket, Commit, HostCopy, Prepare, Receipt, Receiver, send
+from baltoro.transfer.transaction import HostCopy, Receipt, Receiver, send
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "rooms" / "transfer.md"
 BUCKET_BYTES = 256

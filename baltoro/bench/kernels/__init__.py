@@ -15,7 +15,7 @@ import torch
 from baltoro.bench.kernels.timing import Ceilings, Figure, ceilings
 from baltoro.errors import ConfigError
 
-MODULES = {"kda": "kda_beside", "mla": "mla", "attnres": "attnres", "moe": "moe"}
+MODULES = {"kda": "kda_beside", "mla": "mla", "mla_prefill": "mla_prefill", "attnres": "attnres", "moe": "moe"}
 """Name -> module."""
 
 

@@ -25,14 +25,15 @@ from torch.nn import functional as F
 
 from baltoro.cache.windows import WindowRecords
 from baltoro.engine.batch import Span
-from baltoro.engine.copies import pinned
 from baltoro.engine.graphs import Key, PageTable, Step, keys_of, padded_sizes
 from baltoro.errors import InvariantError, ShapeError
+from baltoro.kernels.copies import pinned
 from baltoro.kernels.dispatch import kernels_for
 from baltoro.kernels.lora.rows import AdapterRows
 from baltoro.kernels.precision import acc_dtype
 from baltoro.kernels.spans import Spans
-from baltoro.model.context import CacheMap, DraftWindows, FakeQuant, ForwardContext
+from baltoro.model.cache_map import CacheMap
+from baltoro.model.context import DraftWindows, FakeQuant, ForwardContext
 from baltoro.model.state import CacheViews
 
 NUM_FACTS = 4

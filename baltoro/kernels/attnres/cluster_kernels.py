@@ -120,7 +120,7 @@ def cluster_mix_kernel(
     bank_ptr, prefix_ptr, update_ptr, query_ptr, gain_ptr, total_ptr, out_ptr, bank_source, bank_token, eps, norm_eps,
     L: gl.constexpr, D: gl.constexpr, PROGRAMS: gl.constexpr, WARPS: gl.constexpr, WIDE: gl.constexpr,
     ROW: gl.constexpr, OPENING: gl.constexpr, LANE_SUMS: gl.constexpr, WARP_SUMS: gl.constexpr,
-    HAS_PREFIX: gl.constexpr, HAS_UPDATE: gl.constexpr, HAS_NORM: gl.constexpr, LETS_GO: gl.constexpr,
+    HAS_PREFIX: gl.constexpr, HAS_UPDATE: gl.constexpr, HAS_NORM: gl.constexpr,
     PDL: gl.constexpr,
 ):  # fmt: skip
     """A cluster a token. Channels [PROGRAMS, WARPS, 32, WIDE], the first dimension over the cluster: layout ROW.
@@ -142,12 +142,8 @@ def cluster_mix_kernel(
     if HAS_NORM:
         scale = gl.load(gain_ptr + d, mask=mask, other=0).to(gl.float32)
     if PDL:
-        if LETS_GO:
-            gdc_launch_dependents()
-            gdc_wait()
-        else:
-            gdc_wait()
-            gdc_launch_dependents()
+        gdc_wait()
+        gdc_launch_dependents()
 
     at = token * D + d
     rows = sources(bank_ptr + token * bank_token + d, bank_source, prefix_ptr, update_ptr, at, mask,

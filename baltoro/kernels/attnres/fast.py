@@ -58,7 +58,6 @@ CLUSTER_TOKENS = 512
 """Up to here; more were not tried."""
 CLUSTER_WIDTHS = (1, 16)
 """Channels of a source that a thread may keep, in registers."""
-LETS_GO = True
 
 
 def mix(sources: Tensor, query: Tensor, eps: float) -> Tensor:
@@ -259,7 +258,7 @@ def _read_clustered(
         L=num, D=width, PROGRAMS=programs, WARPS=warps, WIDE=wide, ROW=row_layout(programs, warps, wide),
         OPENING=opening(programs, warps), LANE_SUMS=lane_sums(programs, warps), WARP_SUMS=warp_sums(programs, warps),
         HAS_PREFIX=prefix is not None, HAS_UPDATE=update is not None, HAS_NORM=gain is not None,
-        LETS_GO=LETS_GO, PDL=True,
+        PDL=True,
         num_warps=warps, num_ctas=programs, launch_pdl=True,
     )  # fmt: skip
 

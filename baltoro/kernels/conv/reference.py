@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from baltoro.errors import ShapeError
+from baltoro.kernels.copies import to_device
 from baltoro.kernels.precision import acc_dtype
 from baltoro.kernels.spans import Borders, Spans
 
@@ -103,7 +104,7 @@ class Layout(NamedTuple):
 
 def layout_of(spans: Spans, keep: int) -> Layout:
     """The rows of these spans, made once. `keep` = W-1."""
-    return spans.once(("conv", keep), lambda found: Layout(*(t.to(found.device) for t in _rows(found, keep))))
+    return spans.once(("conv", keep), lambda found: Layout(*(to_device(t, found.device) for t in _rows(found, keep))))
 
 
 def _rows(spans: Spans, keep: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -119,7 +120,7 @@ def points_of(spans: Spans, borders: Borders, keep: int) -> Tensor:
     def make(found: Spans) -> Tensor:
         ends = [(n, length) for n, length in enumerate(found.lengths)]
         first = [found.offsets[n] + n * keep + length for n, length in (*ends, *borders)]
-        return torch.from_numpy(np.asarray(first, np.int64)[:, None] + np.arange(keep)).to(found.device)
+        return to_device(torch.from_numpy(np.asarray(first, np.int64)[:, None] + np.arange(keep)), found.device)
 
     return spans.once(("conv points", keep, borders), make)
 

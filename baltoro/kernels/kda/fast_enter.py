@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from baltoro.errors import ShapeError
+from baltoro.kernels.copies import to_device
 from baltoro.kernels.kda import enter as reference
 from baltoro.kernels.kda.enter import L2_EPS, Mixed
 from baltoro.kernels.kda.fused_reference import MixerWeights
@@ -123,6 +124,6 @@ def jobs_of(spans: Spans, borders: Borders, size: int) -> Tensor:
         points = [*enumerate(found.lengths), *borders]
         kept = [(found.offsets[n] + length, -1 - i, length, n) for i, (n, length) in enumerate(points)]
         rows = np.concatenate([tiles, np.asarray(kept, np.int64).reshape(-1, 4)]).astype(np.int32)
-        return torch.from_numpy(rows).to(found.device)
+        return to_device(torch.from_numpy(rows), found.device)
 
     return spans.once(("kda enter", size, borders), make)

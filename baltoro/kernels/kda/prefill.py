@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from baltoro.kernels.copies import to_device
 from baltoro.kernels.device import HOPPER, machine
 from baltoro.kernels.kda import chunk as plain
 from baltoro.kernels.kda import fla
@@ -274,7 +275,7 @@ def _tables(
     flat = {
         name: [x for row in rows for x in (row if isinstance(row, tuple) else (row,))] for name, rows in lists.items()
     }
-    joined = torch.tensor([x for values in flat.values() for x in values], dtype=torch.int32).to(device)
+    joined = to_device(torch.tensor([x for values in flat.values() for x in values], dtype=torch.int32), device)
     parts = torch.split(joined, [len(values) for values in flat.values()])
     return plan, dict(zip(flat, parts, strict=True))
 

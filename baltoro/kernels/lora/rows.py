@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from baltoro.errors import ShapeError
+from baltoro.kernels.copies import to_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +45,11 @@ class AdapterRows:
         if not present:
             return None
         each = torch.tensor(slots).repeat_interleave(torch.tensor(lengths))  # on the host: nothing waits for a device
+        device = torch.device(device)
         if len(present) == 1 and bool((each == present[0]).all()):
-            return AdapterRows(each.to(device), present, (None,))
-        groups = tuple((each == slot).nonzero().flatten().to(device) for slot in present)
-        return AdapterRows(each.to(device), present, groups)
+            return AdapterRows(to_device(each, device), present, (None,))
+        groups = tuple(to_device((each == slot).nonzero().flatten(), device) for slot in present)
+        return AdapterRows(to_device(each, device), present, groups)
 
     @staticmethod
     def fixed(slots: Tensor, num_slots: int) -> AdapterRows:

@@ -14,7 +14,6 @@ from baltoro.kernels.moe import reference
 BLOCK = 512
 """Values of a program: at one row of 768 two programs, four values a thread."""
 SILU, SITU, SITU_LINEAR = 0, 1, 2
-IS_DEPENDENT, LETS_GO = True, True
 
 
 def situ_glu(gate: Tensor, up: Tensor, *, beta: float, linear_beta: float | None) -> Tensor:
@@ -46,10 +45,10 @@ def _launch(gate: Tensor, up: Tensor, kind: int, beta: float, linear_beta: float
     out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
     if out.numel():
         rows, width = out.shape
-        is_dependent = IS_DEPENDENT and has_dependent_launch(gate)
+        is_dependent = has_dependent_launch(gate)
         launch = {"launch_pdl": True} if is_dependent else {}
         glu_kernel[(cdiv(width, BLOCK), rows)](
             gate, up, out, gate.stride(0), up.stride(0), width, beta, linear_beta,
-            KIND=kind, BLOCK=BLOCK, LETS_GO=LETS_GO, PDL=is_dependent, num_warps=4, **launch,
+            KIND=kind, BLOCK=BLOCK, PDL=is_dependent, num_warps=4, **launch,
         )  # fmt: skip
     return out

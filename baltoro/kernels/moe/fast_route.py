@@ -19,7 +19,6 @@ WIDTH = 128
 MAX_WARPS = 16
 SLOTS = 16
 """Of a group in the Hopper form, which takes more than half as many picks, and from 2 to 16 groups."""
-LETS_GO = True
 
 
 def choose_wide(num_tokens: int) -> int:
@@ -120,7 +119,7 @@ def _select_on_hopper(
         logits.contiguous(), bias.float().contiguous(), ids, weights, ids if counts is None else counts,
         num_experts, float(options["scaling"]),
         TOP=top_k, SLOTS=SLOTS, GROUPS=groups, WIDE=wide, EXPERTS=experts, PAIRS=pairs,
-        IS_RENORMALISED=bool(options["is_renormalised"]) and top_k > 1, HAS_COUNTS=counts is not None, LETS_GO=LETS_GO,
+        IS_RENORMALISED=bool(options["is_renormalised"]) and top_k > 1, HAS_COUNTS=counts is not None,
         PDL=True,
         num_warps=groups, launch_pdl=True,
     )  # fmt: skip

@@ -10,18 +10,14 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 @triton.jit
 def glu_kernel(
     gate, up, out, gate_row, up_row, width, beta, linear_beta,
-    KIND: tl.constexpr, BLOCK: tl.constexpr, LETS_GO: tl.constexpr, PDL: tl.constexpr,
+    KIND: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (stretch of a row, row). KIND: 0 SiLU, 1 SiTU, 2 SiTU with `up` as it is. All in fp32, rounded once."""
     row, d = tl.program_id(1).to(tl.int64), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = d < width
     if PDL:
-        if LETS_GO:
-            gdc_launch_dependents()
-            gdc_wait()
-        else:
-            gdc_wait()
-            gdc_launch_dependents()
+        gdc_launch_dependents()  # the product behind has its weights to ask for meanwhile
+        gdc_wait()
     a = tl.load(gate + row * gate_row + d, mask=mask, other=0.0).to(tl.float32)
     b = tl.load(up + row * up_row + d, mask=mask, other=0.0).to(tl.float32)
     if KIND == 0:

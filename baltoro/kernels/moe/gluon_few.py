@@ -2,7 +2,7 @@
 # mypy: disable-error-code="assignment"
 """Grouped products with tiled MXFP4 weights for few rows an expert, in Gluon: no shared memory and no barrier.
 
-As `tile_kernels.first_product` and `second_of_groups` in tiles of N rows, 8 to 32. A thread of mma.sync holds a block
+As `tile_kernels.first_product` and `second_of_groups` in tiles of N rows, 8 or 16. A thread of mma.sync holds a block
 of 32 columns of its rows of weights, and, columns in the order of `tile_moves.arrange` for runs of two, the same block
 of its row of the inputs: both come from memory as they lie, 16 bytes at a time, into the registers that the instruction
 reads. A warp has 64 rows of weights, four tiles of 16: as soon as one is converted, its next words are asked for in the
@@ -39,10 +39,9 @@ def columns_of(
 
 
 @gluon.jit
-def asked(words, scales, words_at, scale_at, num_units, m: gl.constexpr, HOW: gl.constexpr):
-    """Words and scale bytes of a unit's tile m, 16 rows a warp. HOW: cache modifier of the words."""
-    byte = gl.load(scales + (scale_at + m * num_units * 64))
-    return gl.load(words + (words_at + m * num_units * 256), cache_modifier=HOW), byte
+def asked(words, scales, words_at, scale_at, num_units, m: gl.constexpr):
+    """Words and scale bytes of a unit's tile m, 16 rows a warp."""
+    return gl.load(words + (words_at + m * num_units * 256)), gl.load(scales + (scale_at + m * num_units * 64))
 
 
 @gluon.jit
@@ -130,17 +129,22 @@ def leave(
 
 
 @gluon.jit
-def few_kernel(
-    x_ptr, table_ptr, order_ptr, packed_ptr, scales_ptr, out_ptr,
-    num_experts, num_active, num_units, num_row_tiles, stride, x_width, width, beta, linear_beta,
+def starts(num_units, WORDS: gl.constexpr, BYTES: gl.constexpr, ROWS: gl.constexpr):
+    """Where the first tiles' words and scale bytes of a unit lie: 64 rows a warp, 16 a tile of the instruction, the
+    next tile two tiles of the layout further."""
+    i, word = gl.arange(0, ROWS, gl.SliceLayout(1, WORDS)), gl.arange(0, 16, gl.SliceLayout(0, WORDS))
+    words_at = ((i // 16 * 8 + i % 16 // 8) * num_units * 128 + i % 8 * 16)[:, None] + word[None, :]
+    i, byte = gl.arange(0, ROWS, gl.SliceLayout(1, BYTES)), gl.arange(0, 4, gl.SliceLayout(0, BYTES))
+    return words_at, ((i // 16 * 8 + i % 16 // 8) * num_units * 32 + i % 8 * 4)[:, None] + byte[None, :]
+
+
+@gluon.jit
+def tile_of(
+    x, order, packed, scales, start, block, first, end, num_active, num_units, stride, x_width, to,
     N: gl.constexpr, WARPS: gl.constexpr, KIND: gl.constexpr, IS_FIRST: gl.constexpr, IS_WHOLE: gl.constexpr,
-    IS_ROUNDED: gl.constexpr, PDL: gl.constexpr, HOW: gl.constexpr,
+    IS_ROUNDED: gl.constexpr, AHEAD: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """out [pairs, width]; grid (blocks of 64 WARPS weight rows, tiles of N rows: 8, 16, 32). IS_FIRST: hidden of x
-    [tokens, x_width], rows `stride` apart; IS_ROUNDED: through MXFP8. Otherwise parts, in the order of the pairs, of
-    x = hidden."""
-    if PDL and IS_FIRST:
-        gdc_launch_dependents()
+    """Weights from unit `start` on times rows first .. end - 1, N at most; their places in `to`."""
     ROWS: gl.constexpr = 16 * WARPS
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1], [16, 8])
     A: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
@@ -155,52 +159,89 @@ def few_kernel(
     )
     RUN: gl.constexpr = [[0, 1], [0, 2], [0, 4], [0, 8]]
     TWO: gl.constexpr = [[0, 1], [0, 2], [0, 4], [0, 8], [8, 0]]
-    FOUR: gl.constexpr = [[0, 1], [0, 2], [0, 4], [0, 8], [8, 0], [16, 0]]
     INPUTS: gl.constexpr = gl.DistributedLinearLayout(
-        RUN if N == 8 else (TWO if N == 16 else FOUR), [[0, 16], [0, 32], [1, 0], [2, 0], [4, 0]], NONE, [], [N, 64]
+        RUN if N == 8 else TWO, [[0, 16], [0, 32], [1, 0], [2, 0], [4, 0]], NONE, [], [N, 64]
     )
+    words_at, scale_at = starts(num_units, WORDS, BYTES, ROWS)
+    w, s = packed + start * 128, scales + start * 32
+    words0, scale0 = asked(w, s, words_at, scale_at, num_units, 0)
+    words1, scale1 = asked(w, s, words_at, scale_at, num_units, 1)
+    words2, scale2 = asked(w, s, words_at, scale_at, num_units, 2)
+    words3, scale3 = asked(w, s, words_at, scale_at, num_units, 3)
+    if PDL and not IS_FIRST:
+        gdc_wait()
+    place = first + gl.arange(0, N, gl.SliceLayout(1, INPUTS))
+    place = gl.where(place < end, place, first)  # what stands beyond an expert's last row is not stored
+    if IS_FIRST:
+        row = gl.load(order + place) // num_active * stride
+    else:
+        row = place.to(gl.int64) * stride
+    sums0, sums1 = gl.zeros([ROWS, N], gl.float32, SUMS), gl.zeros([ROWS, N], gl.float32, SUMS)
+    sums2, sums3 = gl.zeros([ROWS, N], gl.float32, SUMS), gl.zeros([ROWS, N], gl.float32, SUMS)
+    gl.assume(num_units > 0)
+    if AHEAD:
+        low = columns_of(x, row, 0, 0, x_width, N, INPUTS, B, IS_WHOLE)
+        high = columns_of(x, row, 0, 1, x_width, N, INPUTS, B, IS_WHOLE)
+    for unit in range(num_units):
+        following = gl.minimum(unit + 1, num_units - 1)
+        if AHEAD:
+            next_low = columns_of(x, row, following, 0, x_width, N, INPUTS, B, IS_WHOLE)
+            next_high = columns_of(x, row, following, 1, x_width, N, INPUTS, B, IS_WHOLE)
+        else:
+            low = columns_of(x, row, unit, 0, x_width, N, INPUTS, B, IS_WHOLE)
+            high = columns_of(x, row, unit, 1, x_width, N, INPUTS, B, IS_WHOLE)
+        w, s = packed + (start + following) * 128, scales + (start + following) * 32
+        sums0 = step(words0, scale0, low, high, sums0, ROWS, A)
+        words0, scale0 = asked(w, s, words_at, scale_at, num_units, 0)
+        sums1 = step(words1, scale1, low, high, sums1, ROWS, A)
+        words1, scale1 = asked(w, s, words_at, scale_at, num_units, 1)
+        sums2 = step(words2, scale2, low, high, sums2, ROWS, A)
+        words2, scale2 = asked(w, s, words_at, scale_at, num_units, 2)
+        sums3 = step(words3, scale3, low, high, sums3, ROWS, A)
+        words3, scale3 = asked(w, s, words_at, scale_at, num_units, 3)
+        if AHEAD:
+            low, high = next_low, next_high
+    out, width, beta, linear_beta = to
+    leave(
+        (sums0, sums1, sums2, sums3), out, order, block, first, end, width, beta, linear_beta,
+        N, WARPS, KIND, IS_FIRST, IS_ROUNDED, SUMS,
+    )  # fmt: skip
+
+
+@gluon.jit
+def few_kernel(
+    x_ptr, table_ptr, order_ptr, packed_ptr, scales_ptr, out_ptr,
+    num_experts, num_active, num_units, num_row_tiles, stride, x_width, width, beta, linear_beta,
+    N: gl.constexpr, WARPS: gl.constexpr, KIND: gl.constexpr, IS_FIRST: gl.constexpr, IS_WHOLE: gl.constexpr,
+    IS_ROUNDED: gl.constexpr, SHORT: gl.constexpr, AHEAD: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """out [pairs, width]; grid (blocks of 64 WARPS weight rows, tiles of N rows: 8, 16). IS_FIRST: hidden of x
+    [tokens, x_width], rows `stride` apart; IS_ROUNDED: through MXFP8. Otherwise parts, in the order of the pairs, of
+    x = hidden. SHORT: no more than so many rows are a tile of so many; or 0. AHEAD: inputs are asked for a unit ahead.
+    """
+    if PDL and IS_FIRST:
+        gdc_launch_dependents()
     block, tile = gl.program_id(0), gl.program_id(1)
     expert = gl.load(table_ptr + tile).to(gl.int64)
     first = gl.load(table_ptr + gl.num_programs(1) + tile)
     end = gl.load(table_ptr + 2 * gl.num_programs(1) + tile)
     if expert >= num_experts:
         return
-    # rows of weights: 64 a warp, 16 a tile of the instruction; the next tile lies two tiles of the layout further
-    i, word = gl.arange(0, ROWS, gl.SliceLayout(1, WORDS)), gl.arange(0, 16, gl.SliceLayout(0, WORDS))
-    words_at = ((i // 16 * 8 + i % 16 // 8) * num_units * 128 + i % 8 * 16)[:, None] + word[None, :]
-    i, byte = gl.arange(0, ROWS, gl.SliceLayout(1, BYTES)), gl.arange(0, 4, gl.SliceLayout(0, BYTES))
-    scale_at = ((i // 16 * 8 + i % 16 // 8) * num_units * 32 + i % 8 * 4)[:, None] + byte[None, :]
     start = (expert * num_row_tiles + block * (8 * WARPS)) * num_units
-    w, s = packed_ptr + start * 128, scales_ptr + start * 32
-    words0, scale0 = asked(w, s, words_at, scale_at, num_units, 0, HOW)
-    words1, scale1 = asked(w, s, words_at, scale_at, num_units, 1, HOW)
-    words2, scale2 = asked(w, s, words_at, scale_at, num_units, 2, HOW)
-    words3, scale3 = asked(w, s, words_at, scale_at, num_units, 3, HOW)
-    if PDL and not IS_FIRST:
-        gdc_wait()
-    place = first + gl.arange(0, N, gl.SliceLayout(1, INPUTS))
-    place = gl.where(place < end, place, first)  # what stands beyond an expert's last row is not stored
-    if IS_FIRST:
-        row = gl.load(order_ptr + place) // num_active * stride
+    to = (out_ptr, width, beta, linear_beta)
+    if SHORT:
+        if end - first <= SHORT:
+            tile_of(
+                x_ptr, order_ptr, packed_ptr, scales_ptr, start, block, first, end, num_active, num_units, stride,
+                x_width, to, SHORT, WARPS, KIND, IS_FIRST, IS_WHOLE, IS_ROUNDED, AHEAD, PDL,
+            )  # fmt: skip
+        else:
+            tile_of(
+                x_ptr, order_ptr, packed_ptr, scales_ptr, start, block, first, end, num_active, num_units, stride,
+                x_width, to, N, WARPS, KIND, IS_FIRST, IS_WHOLE, IS_ROUNDED, AHEAD, PDL,
+            )  # fmt: skip
     else:
-        row = place.to(gl.int64) * stride
-    sums0, sums1 = gl.zeros([ROWS, N], gl.float32, SUMS), gl.zeros([ROWS, N], gl.float32, SUMS)
-    sums2, sums3 = gl.zeros([ROWS, N], gl.float32, SUMS), gl.zeros([ROWS, N], gl.float32, SUMS)
-    gl.assume(num_units > 0)
-    for unit in range(num_units):
-        low = columns_of(x_ptr, row, unit, 0, x_width, N, INPUTS, B, IS_WHOLE)
-        high = columns_of(x_ptr, row, unit, 1, x_width, N, INPUTS, B, IS_WHOLE)
-        following = gl.minimum(unit + 1, num_units - 1)
-        w, s = packed_ptr + (start + following) * 128, scales_ptr + (start + following) * 32
-        sums0 = step(words0, scale0, low, high, sums0, ROWS, A)
-        words0, scale0 = asked(w, s, words_at, scale_at, num_units, 0, HOW)
-        sums1 = step(words1, scale1, low, high, sums1, ROWS, A)
-        words1, scale1 = asked(w, s, words_at, scale_at, num_units, 1, HOW)
-        sums2 = step(words2, scale2, low, high, sums2, ROWS, A)
-        words2, scale2 = asked(w, s, words_at, scale_at, num_units, 2, HOW)
-        sums3 = step(words3, scale3, low, high, sums3, ROWS, A)
-        words3, scale3 = asked(w, s, words_at, scale_at, num_units, 3, HOW)
-    leave(
-        (sums0, sums1, sums2, sums3), out_ptr, order_ptr, block, first, end, width, beta, linear_beta,
-        N, WARPS, KIND, IS_FIRST, IS_ROUNDED, SUMS,
-    )  # fmt: skip
+        tile_of(
+            x_ptr, order_ptr, packed_ptr, scales_ptr, start, block, first, end, num_active, num_units, stride,
+            x_width, to, N, WARPS, KIND, IS_FIRST, IS_WHOLE, IS_ROUNDED, AHEAD, PDL,
+        )  # fmt: skip

@@ -79,7 +79,7 @@ def few(
     tile: Tile,
     is_rounded: bool,
 ) -> Tensor:
-    """hidden [pairs, F'] of x [tokens, M], bf16, or without an activation parts [pairs, M] of x = hidden."""
+    """hidden [pairs, F'] of x [tokens, M], bf16, rows apart or not; no activation: parts [pairs, M] of hidden."""
     from baltoro.kernels.moe import gluon_few
 
     is_first, is_dependent = activation is not None, has_dependent_launch(x)
@@ -92,9 +92,10 @@ def few(
     options |= {"launch_pdl": True} if is_dependent and not is_first else {}
     gluon_few.few_kernel[(num_rows // (64 * tile.warps), table.shape[1])](
         x, table, order, tiles.packed.view(torch.int32), tiles.scale, out, len(tiles.packed), num_active,
-        padded(x.shape[1]) // UNIT, num_rows // 8, x.shape[1], x.shape[1], width, *betas,
+        padded(x.shape[1]) // UNIT, num_rows // 8, x.stride(0), x.shape[1], width, *betas,
         N=tile.rows, WARPS=tile.warps, KIND=kind, IS_FIRST=is_first, IS_WHOLE=x.shape[1] % UNIT == 0,
-        IS_ROUNDED=is_rounded, PDL=is_dependent, HOW=".cg" if tile.around else "", num_warps=tile.warps, **options,
+        IS_ROUNDED=is_rounded, SHORT=tile.short, AHEAD=tile.ahead, PDL=is_dependent,
+        num_warps=tile.warps, **options,
     )  # fmt: skip
     return out
 
@@ -114,23 +115,23 @@ def _launch(
     """Rows of weights of an expert, in blocks, by tiles of the table."""
     from baltoro.kernels.moe import gluon_groups, gluon_ring
 
-    boxes = [_boxes(x, rows) for rows in (tile.rows, tile.more or tile.rows)]
     grid, units, row_tiles = (num_rows // tile.block, table.shape[1]), x.shape[1] // UNIT, num_rows // 8
-    sizes = {"N1": tile.rows, "N2": tile.more, "WARPS": tile.warps, "STAGES": tile.stages, "num_warps": tile.warps}
-    options = options | sizes
+    options = options | {"WARPS": tile.warps, "STAGES": tile.stages, "num_warps": tile.warps}
     options |= {"maxnreg": tile.registers} if tile.registers else {}
     if tile.ring:
         is_dependent = has_dependent_launch(x)
         options |= {"launch_pdl": True} if is_dependent and not options["IS_FIRST"] else {}
         gluon_ring.ring_kernel[grid](
-            *_weights(packed, scales, tile.block // 8), *boxes, table, order, out,
-            len(packed), units, row_tiles, out.shape[1], *betas,
-            PARTS=tile.block // (16 * tile.warps), PDL=is_dependent, **options,
+            *_weights(packed, scales, tile.block // 8), _boxes(x, tile.rows), _boxes(x, tile.short or tile.rows),
+            table, order, out, len(packed), units, row_tiles, out.shape[1], *betas,
+            N=tile.rows, SHORT=tile.short, PARTS=tile.block // (16 * tile.warps), AHEAD=tile.ahead, PDL=is_dependent,
+            **options,
         )  # fmt: skip
         return
     gluon_groups.grouped_kernel[grid](
-        *boxes, table, order, packed.view(torch.int32), scales, out,
-        len(packed), units, row_tiles, out.shape[1], *betas, BLOCK=tile.block, **options,
+        _boxes(x, tile.rows), _boxes(x, tile.more or tile.rows), table, order, packed.view(torch.int32), scales, out,
+        len(packed), units, row_tiles, out.shape[1], *betas,
+        N1=tile.rows, N2=tile.more, BLOCK=tile.block, **options,
     )  # fmt: skip
 
 

@@ -61,7 +61,7 @@ def select_kernel(
     logits_ptr, bias_ptr, ids_ptr, weights_ptr, counts_ptr, num_experts, scaling,
     TOP: gl.constexpr, SLOTS: gl.constexpr, GROUPS: gl.constexpr, WIDE: gl.constexpr,
     EXPERTS: gl.constexpr, PAIRS: gl.constexpr,
-    IS_RENORMALISED: gl.constexpr, HAS_COUNTS: gl.constexpr, LETS_GO: gl.constexpr, PDL: gl.constexpr,
+    IS_RENORMALISED: gl.constexpr, HAS_COUNTS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """A program a token. logits fp32 [T, E], bias fp32 [E] -> ids int64, weights fp32 [T, TOP]; adds to counts int32.
 
@@ -79,12 +79,8 @@ def select_kernel(
     row = logits_ptr + token * num_experts
     shift = gl.load(bias_ptr + number, mask=is_real, other=0.0)  # a weight: the kernel in front may still run
     if PDL:
-        if LETS_GO:
-            gdc_launch_dependents()
-            gdc_wait()
-        else:
-            gdc_wait()
-            gdc_launch_dependents()
+        gdc_wait()
+        gdc_launch_dependents()
     logit = gl.load(row + number, mask=is_real, other=0.0)
     order = gl.where(is_real, ordered(1.0 / (1.0 + gl.exp(-logit)) + shift), NOTHING)
 

@@ -39,12 +39,12 @@ class Tile:
                 second may start: what these ask for too early has left the second cache when they need it
     piped       grouped, by wgmma: the form in Gluon, which converts while it multiplies (gluon_groups.py); the first
                 product's for both
-    few         grouped, in tiles of 8, 16 or 32: the form in Gluon without shared memory (gluon_few.py), 64 rows of
+    few         grouped, in tiles of 8 or 16: the form in Gluon without shared memory (gluon_few.py), 64 rows of
                 weights a warp, no stages; the first product's for both
-    around      of that form: weights go around the first cache, where inputs stay longer then
     ring        grouped, by wgmma: the form in Gluon whose weights are asked for `stages` - 1 units ahead
-                (gluon_ring.py), with 16 or 32 rows of weights a warp; the first product's for both
-    in_place    wgmma's inputs are loaded where they lie, four bytes at a time, not put in order by another launch
+                (gluon_ring.py), with 16 rows of weights a warp of each of 1, 2 or 4 parts; the first product's for both
+    short       of these two forms: no more than so many rows are a tile of so many; or 0
+    ahead       of these: inputs are asked for a unit ahead, or the ring's words read a part ahead
     """
 
     rows: int
@@ -55,13 +55,13 @@ class Tile:
     registers: int = 0
     split: int = 1
     fetch: int = 4
-    in_place: bool = False
     spread: bool = False
     signal: int = 0
     piped: bool = False
     few: bool = False
     ring: bool = False
-    around: bool = False
+    short: int = 0
+    ahead: bool = False
 
     @property
     def wide(self) -> int:
@@ -71,7 +71,7 @@ class Tile:
     @property
     def is_arranged(self) -> bool:
         """Whether grouped inputs come in the order of the products' positions."""
-        return self.wide == 2 and not self.in_place
+        return self.wide == 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,18 +102,22 @@ class Inputs:
 # multiprocessor; the second would have 3 or 4, so it is split in two along the columns. Timed on an H200 (2026-11-30),
 # before inputs were loaded a unit at a time: 95.6 us, against 112 in blocks of 64 rows.
 PAIRS = Plan(Tile(8, 0, 128, 2, 3, spread=True, signal=7), Tile(8, 0, 128, 2, 3, split=2))
-# By the mean number of rows an expert, up to: more rows a tile share one conversion of the weights. W4A16 / W4A8: 512
-# rows 525 / 522 us (in Triton 523 / 554), 16,352 rows 2699 / 2760 (2785 / 2909; tiles of 128 rows
-# 2844). A bound of 128 registers keeps two programs of 8 warps on a multiprocessor; nothing between 16 and
-# 96 rows was timed. On other cards these are the cuts of the Triton forms.
-FEW, MANY = Tile(8, 0, 128, 2, 4, few=True), Tile(64, 16, 128, 8, 3, 128, piped=True)
+# By the mean number of rows an expert, up to: more rows a tile share one conversion of the weights; with a bound of
+# registers more programs stay on a multiprocessor. On an H200, 112 experts (2026-11-30), us of the whole, W4A16, of
+# which 8 (1024 rows) to 32 (4096) were the last sum in a cut that it no longer has:
+#     512 rows   FEW 525 (in Triton 523; W4A8 522, in Triton 554)
+#    1024        SMALL 575, ring of 16 x 256 605, FEW 725, in Triton 16 x 128 634
+#    2048        RING 693, in Gluon without a ring 808, SMALL 987, MANY 1349
+#    4096        WIDE 973, ring of 32 + 16 rows 1007, without a ring 1184, MANY 1283
+#  16,352        MANY 2699 (in Triton 2785; W4A8 2760, in Triton 2909), tiles of 128 rows 2844
+# Forms in Gluon are for Hopper and bf16; on other cards these are the cuts of the Triton forms, right but never timed.
+FEW, SMALL = Tile(8, 0, 128, 2, 4, few=True), Tile(16, 0, 128, 2, 1, 168, few=True)
+RING, WIDE = Tile(32, 0, 256, 8, 3, 128, ring=True), Tile(64, 0, 256, 8, 3, 128, ring=True)
+MANY = Tile(64, 16, 128, 8, 3, 128, piped=True)
 GROUPS = (
-    (6.0, Plan(FEW, FEW)),
-    (12.0, Plan(Tile(16, 0, 128, 2, 3), Tile(16, 0, 128, 2, 3))),
+    (6.0, Plan(FEW, FEW)), (12.0, Plan(SMALL, SMALL)), (26.0, Plan(RING, RING)), (52.0, Plan(WIDE, WIDE)),
     (float("inf"), Plan(MANY, MANY)),
-)
-# The first product of pairs is launched before the picks are there, and waits for them.
-IS_DEPENDENT = True
+)  # fmt: skip
 # Products in IEEE fp32 use no matrix instruction; right, not fast.
 EXACT = Plan(Tile(16, 0, 64, 4, 1), Tile(16, 0, 64, 4, 1))
 
@@ -138,13 +142,15 @@ def run(
     is_pairs: bool,
     fake_activations: bool = False,
 ) -> Tensor:
-    """z [T, M], ids [T, A], weights [T, A] -> [T, M]. activation: kind, beta, linear beta (`KnownActivation`).
+    """z [T, M], rows apart or not, ids [T, A], weights [T, A] -> [T, M]. activation: kind, beta, linear beta, as
+    `KnownActivation`.
 
     is_pairs: each pair is a tile of one row and nothing is sorted; otherwise pairs are grouped by expert.
     """
     if not ids.numel():
         return torch.zeros_like(z)
-    z, ids, count = z.contiguous(), ids.contiguous(), len(experts.first_packed)
+    z = z if z.stride(1) == 1 else z.contiguous()  # its rows may be apart: a slice of a wider product
+    ids, count = ids.contiguous(), len(experts.first_packed)
     order, table = (ids, ids) if is_pairs else grouped(ids, count, plan.rows)
     arrange = partial(arranged, num_active=ids.shape[1])
     is_arranged, x = plan.first.is_arranged and not is_pairs, z
@@ -207,11 +213,11 @@ def first(
     num_counters = padded(experts.width, ROW_UNIT) // plan.second.block
     counters = torch.empty(len(ids) if is_pairs else 0, num_counters, dtype=torch.int32, device=x.device)
     units = padded(experts.width) // UNIT
-    waits = IS_DEPENDENT and is_pairs and has_dependent_launch(x)
+    waits = is_pairs and has_dependent_launch(x)
     tile_kernels.first_product[(2 * inner // tile.block, grid)](
         x, table, ids, order, experts.first_packed.view(torch.int32), _scales(experts.first_scale, tile),
         hidden, counters,
-        len(experts.first_packed), ids.shape[1], x.shape[1], x.shape[1], units, inner // UNIT, num_counters,
+        len(experts.first_packed), ids.shape[1], x.shape[1], x.stride(0), units, inner // UNIT, num_counters,
         beta, linear_beta, KIND=kind, N1=tile.rows, N2=tile.more, COUNTERS=next_power_of_2(num_counters),
         IS_PAIRS=is_pairs, IS_ARRANGED=inputs.is_arranged, IS_WHOLE=x.shape[1] % UNIT == 0,
         IS_ROUNDED=inputs.is_rounded, SIGNAL=tile.signal, PDL=has_dependent_launch(x), WAITS=waits,

@@ -24,10 +24,11 @@ def rounded_to_mxfp8(x, largest):
 
 @triton.jit
 def arrange(
-    x, order, out, num_active, width, num_units,
+    x, order, out, num_active, width, stride, num_units,
     UNITS: tl.constexpr, WIDE: tl.constexpr, IS_SORTED: tl.constexpr, IS_ROUNDED: tl.constexpr,
 ):  # fmt: skip
-    """out [rows, 128 num_units]: rows of x [., width], columns as `tile_numbers.operand` has them, zeros beyond width.
+    """out [rows, 128 num_units]: rows of x [., width], `stride` apart, columns as `tile_numbers.operand` has them,
+    zeros beyond width.
 
     IS_SORTED: row i is x[order[i] // num_active], otherwise x[i]. IS_ROUNDED: through MXFP8. Grid (rows, UNITS units).
     """
@@ -35,7 +36,7 @@ def arrange(
     source = tl.load(order + row) // num_active if IS_SORTED else row
     # loaded and stored in runs of 16 bytes; the change of order is the program's own
     column = tl.program_id(1) * (UNITS * 128) + tl.arange(0, UNITS * 128)
-    value = tl.load(x + source * width + column, mask=column < width, other=0.0)
+    value = tl.load(x + source * stride + column, mask=column < width, other=0.0)
     if IS_ROUNDED:
         value = tl.reshape(value.to(tl.float32), [UNITS * 4, 32])
         value = rounded_to_mxfp8(value, tl.max(tl.abs(value), 1, keep_dims=True))

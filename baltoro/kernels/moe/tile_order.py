@@ -29,7 +29,7 @@ def grouped(ids: Tensor, num_experts: int, rows: int) -> tuple[Tensor, Tensor]:
 
 
 def arranged(x: Tensor, order: Tensor | None, wide: int, width: int, *, num_active: int, is_rounded: bool) -> Tensor:
-    """x [., width] -> [rows, width padded] in the products' order of columns; rows as `order` says."""
+    """x [., width], rows apart or not -> [rows, width padded], columns in the products' order, rows as `order` says."""
     from triton import cdiv
 
     from baltoro.kernels.moe import tile_moves
@@ -38,7 +38,7 @@ def arranged(x: Tensor, order: Tensor | None, wide: int, width: int, *, num_acti
     out = torch.empty(rows, units * UNIT, dtype=x.dtype, device=x.device)
     piece = 8 if rows < 1024 else 32  # few rows: more programs; many: fewer, each with more bytes on the way
     tile_moves.arrange[(rows, cdiv(units, piece))](
-        x, x if order is None else order, out, num_active, width, units,
+        x, x if order is None else order, out, num_active, width, x.stride(0), units,
         UNITS=piece, WIDE=wide, IS_SORTED=order is not None, IS_ROUNDED=is_rounded, num_warps=4,
     )  # fmt: skip
     return out

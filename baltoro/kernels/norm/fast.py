@@ -12,8 +12,6 @@ from torch import Tensor
 from baltoro.kernels.device import has_dependent_launch
 from baltoro.kernels.norm import reference
 
-IS_DEPENDENT, LETS_GO = True, True
-
 MAX_WIDTH = 16384
 """Of a row, which a program holds whole: 16 values a thread in 32 warps."""
 KINDS = (torch.bfloat16, torch.float32)
@@ -34,11 +32,11 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     if len(x):
         block = triton.next_power_of_2(x.shape[1])
         warps = max(1, min(16, block // 512))
-        is_dependent = IS_DEPENDENT and has_dependent_launch(x)
+        is_dependent = has_dependent_launch(x)
         launch = {"launch_pdl": True} if is_dependent else {}
         rms_norm_kernel[(len(x),)](
             x, weight, out, x.stride(0), eps,
-            D=x.shape[1], BLOCK=block, LETS_GO=LETS_GO, PDL=is_dependent, num_warps=warps, **launch,
+            D=x.shape[1], BLOCK=block, PDL=is_dependent, num_warps=warps, **launch,
         )  # fmt: skip
     return out
 

@@ -8,20 +8,14 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 @triton.jit
-def rms_norm_kernel(
-    x, weight, out, x_row, eps, D: tl.constexpr, BLOCK: tl.constexpr, LETS_GO: tl.constexpr, PDL: tl.constexpr
-):
+def rms_norm_kernel(x, weight, out, x_row, eps, D: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """Program (row): rounded before the gain, as the reference does, and again after it."""
     row, d = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     mask = d < D
     gain = tl.load(weight + d, mask=mask, other=0.0)  # older than the kernel in front
     if PDL:
-        if LETS_GO:
-            gdc_launch_dependents()
-            gdc_wait()
-        else:
-            gdc_wait()
-            gdc_launch_dependents()
+        gdc_launch_dependents()  # the product behind has its weights to ask for meanwhile
+        gdc_wait()
     wide = tl.load(x + row * x_row + d, mask=mask, other=0.0).to(tl.float32)
     inverse = tl.rsqrt(tl.sum(wide * wide, axis=0) / D + eps)
     kind = out.dtype.element_ty

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from baltoro.cache.pool import ArenaLayout, ArenaShape, Part, Pool
+from baltoro.cache.pool import Pool
+from baltoro.cache.shape import ArenaLayout, ArenaShape, Part
 from baltoro.kernels.paged import fast, reference
 
 

@@ -15,12 +15,9 @@ disk tier is still writing.
 from __future__ import annotations
 
 import itertools
-import signal
-import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -31,17 +28,17 @@ from baltoro.chat.grammar import chat_grammar
 from baltoro.chat.media import PictureConfig, expand_pads, preprocess
 from baltoro.chat.parser import parse
 from baltoro.chat.stop import cut_at_stop
-from baltoro.chat.tokenizer import MEDIA_PAD, VOCAB_FILE, Tokenizer
+from baltoro.chat.tokenizer import MEDIA_PAD, Tokenizer
 from baltoro.chat.xtml import render
-from baltoro.errors import ConfigError, QueueFull, RequestError, UserError
-from baltoro.protocol.completion import Completion, TokenDelta, TopLogprob
+from baltoro.errors import ConfigError, QueueFull, RequestError
+from baltoro.llm.jobs import ChatFacts, Job, Part
+from baltoro.llm.progress import no_bar, progress_bar
+from baltoro.protocol.completion import Completion, TokenDelta
 from baltoro.protocol.sampling import SamplingParams
 from baltoro.protocol.worker import MediaItem, Submit
 
 if TYPE_CHECKING:
-    from baltoro.engine.config import EngineConfig
     from baltoro.engine.engine import Engine
-    from baltoro.engine.publish import PublishOptions
 
 Prompt = str | Sequence[int]
 Conversation = Sequence[Mapping[str, Any]]
@@ -110,7 +107,7 @@ class LLM:
         texts = _as_list(prompts)
         ids = [self.tokenizer.encode(p) if isinstance(p, str) else list(p) for p in texts]
         jobs = [
-            _Job(self._submit(tokens, one, n=n, adapter=adapter))
+            Job(self._submit(tokens, one, n=n, adapter=adapter))
             for tokens, one in zip(ids, _params(params, len(ids)), strict=True)
         ]
         return self._run(jobs, progress=progress, on_tokens=on_tokens)
@@ -154,7 +151,7 @@ class LLM:
             )
             submit = self._submit(ids, one, n=n, adapter=adapter, media=media, grammar=grammar)
             past = sum(len(message.get("tool_calls") or ()) for message in talk)
-            jobs.append(_Job(submit, _Chat(thinking, bool(tools) and tool_choice != "none", past)))
+            jobs.append(Job(submit, ChatFacts(thinking, bool(tools) and tool_choice != "none", past)))
         return self._run(jobs, progress=progress, on_tokens=on_tokens)
 
     def load_adapter(self, name: str, path: str | Path) -> None:
@@ -183,7 +180,7 @@ class LLM:
         return expand_pads(ids, self.tokenizer.special(MEDIA_PAD), [p.num_tokens for p in pictures]), items
 
     # ---- work ----------------------------------------------------------------------------------------------------
-    def _run(self, jobs: list[_Job], *, progress: bool, on_tokens: OnTokens | None) -> list[Completion]:
+    def _run(self, jobs: list[Job], *, progress: bool, on_tokens: OnTokens | None) -> list[Completion]:
         """Feed and step the engine until every job has ended."""
         for job in jobs:
             self.engine.check(job.submit)
@@ -191,7 +188,7 @@ class LLM:
         total = sum(job.submit.n for job in jobs)
         waiting, num_left = list(reversed(jobs)), total
         try:
-            with _bar(total) if progress else nullcontext(_silent) as advance:
+            with progress_bar(total) if progress else nullcontext(no_bar) as advance:
                 while num_left:
                     self._feed(waiting)
                     for delta in self.engine.step():
@@ -207,7 +204,7 @@ class LLM:
                 self.engine.step()
         return [self._completion(job, part) for job in jobs for part in job.parts]
 
-    def _feed(self, waiting: list[_Job]) -> None:
+    def _feed(self, waiting: list[Job]) -> None:
         """Hand over as many jobs as the engine's line takes; the rest later."""
         while waiting:
             try:
@@ -218,7 +215,7 @@ class LLM:
                 return
             waiting.pop()
 
-    def _completion(self, job: _Job, part: _Part) -> Completion:
+    def _completion(self, job: Job, part: Part) -> Completion:
         """The words of a finished part."""
         last, first, submit = part.deltas[-1], job.parts[0].deltas[0], job.submit
         assert last.finish_reason is not None
@@ -242,7 +239,7 @@ class LLM:
             error=last.error,
         )
 
-    def _parsed(self, part: _Part, chat: _Chat | None, kept: int, stops: Sequence[str]) -> Parsed:
+    def _parsed(self, part: Part, chat: ChatFacts | None, kept: int, stops: Sequence[str]) -> Parsed:
         """The text of the first `kept` ids, and of what stands before a stop string in the id that follows."""
         last = part.deltas[-1]
         is_string = last.finish_reason == "stop" and last.stop_reason is None
@@ -263,65 +260,6 @@ class LLM:
         return Parsed(reasoning, cut_at_stop(parsed.content, stops), parsed.tool_calls)
 
 
-def engine_main(model_dir: str, config: EngineConfig, address: str, publish: PublishOptions) -> None:
-    """The entry of an engine's own process, for one program that drives it with ids; it ends with that program, and the
-    folder of `publish.path` with both. A model folder without a tokenizer has no stop strings and no grammars."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    from baltoro.engine.worker import end_with_parent, run_worker
-
-    end_with_parent(Path(publish.path).parent)
-    made = Factories(Tokenizer.load(model_dir)) if (Path(model_dir) / VOCAB_FILE).is_file() else None
-    try:
-        run_worker(
-            model_dir,
-            config,
-            address,
-            eos_ids=None if made is None else made.eos_ids,
-            stop_rules=None if made is None else made.stop_rule,
-            masks=None if made is None else made.mask,
-            publish=publish,
-        )
-    except UserError:
-        sys.exit(1)  # the other end was told why and says so
-
-
-@dataclass(frozen=True, slots=True)
-class _Chat:
-    """What the way back of an answer has to know."""
-
-    is_thinking: bool
-    has_tools: bool
-    num_past_calls: int
-
-
-@dataclass(slots=True)
-class _Part:
-    """One completion, as far as it has come. Single writer: `LLM._run`."""
-
-    ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    tops: list[tuple[TopLogprob, ...]] = field(default_factory=list)
-    deltas: list[TokenDelta] = field(default_factory=list)
-
-    def add(self, delta: TokenDelta) -> None:
-        self.ids += delta.token_ids
-        self.logprobs += delta.logprobs or ()
-        self.tops += delta.top_logprobs or ()
-        self.deltas = [*self.deltas[:1], delta]  # the first and the last hold what is not a token
-
-
-@dataclass(slots=True)
-class _Job:
-    """One request and its completions."""
-
-    submit: Submit
-    chat: _Chat | None = None
-    parts: list[_Part] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.parts = [_Part() for _ in range(self.submit.n)]
-
-
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt or many -> many."""
     if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
@@ -335,26 +273,3 @@ def _params(params: SamplingParams | Sequence[SamplingParams] | None, count: int
     if len(params) != count:
         raise RequestError(f"{len(params)} params for {count} prompts: give one, or one for each", param="params")
     return list(params)
-
-
-def _silent(num_tokens: int, is_done: bool) -> None:
-    """No progress bar."""
-
-
-@contextmanager
-def _bar(total: int) -> Iterator[Callable[[int, bool], None]]:
-    """A bar on stderr: completions done, tokens a second."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.fields[tokens]} tokens"))
-    with Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task("generate", total=total, tokens=0)
-        num_tokens = 0
-
-        def advance(more: int, is_done: bool) -> None:
-            nonlocal num_tokens
-            num_tokens += more
-            bar.update(task, advance=int(is_done), tokens=num_tokens)
-
-        yield advance
