@@ -22,10 +22,8 @@ from baltoro.errors import ConfigError, InvariantError
 from baltoro.kernels.attnres import fast as attnres_fast
 from baltoro.kernels.attnres import fused as attnres_fused
 from baltoro.kernels.attnres import reference as attnres
-from baltoro.kernels.conv import reference as conv
 from baltoro.kernels.device import Machine, machine
-from baltoro.kernels.kda import chunk, fla, fused, fused_reference, gate, prefill
-from baltoro.kernels.kda import reference as kda
+from baltoro.kernels.kda import chunk, enter, fast_enter, fla, fused, fused_reference, prefill
 from baltoro.kernels.linear import fast as fast_linear
 from baltoro.kernels.linear import reference as linear
 from baltoro.kernels.lora import reference as lora
@@ -45,6 +43,7 @@ from baltoro.kernels.sample import reference as sample
 One = Callable[..., Tensor]
 Two = Callable[..., tuple[Tensor, Tensor]]
 Act = Callable[..., None]
+Enter = Callable[..., tuple[enter.Mixed, Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,12 +52,10 @@ class Kernels:
 
     rms_norm: One  # norm.reference.rms_norm
     gated_rms_norm: One  # norm.reference.gated_rms_norm
-    l2_norm: One  # kda.reference.l2_norm
     linear: One  # linear.reference.linear
     norm_linear: One  # linear.reference.norm_linear
     router_linear: Two  # linear.reference.router_linear
-    conv: Two  # conv.reference.short_conv
-    kda_gate: One  # kda.gate.log_decay
+    kda_enter: Enter  # kda.enter.enter: convolution, L2 norms, gate and beta of prefill
     kda_chunk: Two  # kda.chunk.chunked
     kda_decode: One  # kda.fused_reference.decode
     kda_verify: One  # kda.fused_reference.verify
@@ -122,6 +119,8 @@ COPIES = "Triton: a batch in one launch, nothing in between"
 PLAIN_COPIES = "plain torch: gather, then scatter"
 DRAW = "Triton: borders bit by bit, no sort, no word to the host; float64 takes the reference"
 PLAIN_DRAW = "plain torch: looks at the likeliest first"
+ENTER = "one launch: convolution, L2 norms, log-decay and beta; under autograd and in float64 the reference"
+IN_TURN = "plain torch, the operations one by one, gradients written out"
 IN_PLACE = "plain torch, the operations one by one; gathered states advance in place, without copies between"
 FUSED = "one launch: convolution, gate, norms and recurrence, state in place; float64 takes the composition"
 VERIFY = "one launch: a draft window against a state read once and not written"
@@ -151,16 +150,16 @@ def has_triton(here: Machine) -> bool:
 TABLE: tuple[Row, ...] = (
     Row("rms_norm", ("cuda",), "one launch", norm_fast.rms_norm, ONE, has_triton),
     Row("rms_norm", ANY, "reference", norm.rms_norm, PLAIN),
+    Row("gated_rms_norm", ("cuda",), "one launch", norm_fast.gated_rms_norm, ONE, has_triton),
     Row("gated_rms_norm", ANY, "reference", norm.gated_rms_norm, PLAIN),
-    Row("l2_norm", ANY, "reference", kda.l2_norm, PLAIN),
     Row("linear", ("cuda",), "triton", fast_linear.linear, FEW_ROWS, has_triton),
     Row("linear", ANY, "reference", linear.linear, PLAIN),
     Row("norm_linear", ("cuda",), "triton", fast_linear.norm_linear, FEW_ROWS, has_triton),
     Row("norm_linear", ANY, "reference", linear.norm_linear, PLAIN),
     Row("router_linear", ("cuda",), "triton", fast_linear.router_linear, FEW_ROWS, has_triton),
     Row("router_linear", ANY, "reference", linear.router_linear, PLAIN),
-    Row("conv", ANY, "reference", conv.short_conv, PLAIN),
-    Row("kda_gate", ANY, "reference", gate.log_decay, PLAIN),
+    Row("kda_enter", ("cuda",), "one launch", fast_enter.enter, ENTER, has_triton),
+    Row("kda_enter", ANY, "reference", enter.enter, IN_TURN),
     Row("kda_chunk", ("cuda",), "triton", prefill.chunked, PREFILL, has_triton),
     Row("kda_chunk", ("cuda",), "fla", fla.chunked, FLA, lambda here: here.has_fla),
     Row("kda_chunk", ANY, "reference", chunk.chunked, CHUNKS),

@@ -14,9 +14,8 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from baltoro.kernels.kda.enter import Mixed
 from baltoro.kernels.kda.fused_reference import MixerWeights
-from baltoro.kernels.kda.gate import log_decay
-from baltoro.kernels.kda.reference import l2_norm
 from baltoro.kernels.lora.rows import AdapterRows
 from baltoro.kernels.precision import acc_dtype
 from baltoro.model.cache_map import CacheMap
@@ -126,22 +125,17 @@ class KDA(nn.Module):
     def _prefill(self, qkv: Tensor, raw: Tensor, b: Tensor, gate: Tensor, ctx: ForwardContext) -> Tensor:
         """All other rows, and every row of training: [T, H, V]."""
         weights = self._weights
-        mixed = self._convolve(qkv, weights.conv, ctx)
-        q, k, v = (torch.unflatten(part, -1, (self.num_heads, -1)) for part in mixed.chunk(3, dim=-1))
-        decay = log_decay(raw, weights.A_log, weights.dt_bias, lower_bound=self.lower_bound)
-        beta = torch.sigmoid(b.to(decay.dtype))
-        # as wide as v: what is wider the matrix units would take in parts, for digits that v has not
-        q, k = (l2_norm(part).to(v.dtype) for part in (q, k))
-        out = self._recur(q, k, v, decay, beta, ctx)
+        mixed = self._enter(qkv, raw, b, weights, ctx)
+        out = self._recur(*mixed, ctx)
         return ctx.kernels.gated_rms_norm(out, gate, weights.norm, weights.norm_eps, qkv.dtype)
 
-    def _convolve(self, qkv: Tensor, weight: Tensor, ctx: ForwardContext) -> Tensor:
-        """Short convolution and SiLU over the concatenated q | k | v channels; reads and writes the conv history."""
+    def _enter(self, qkv: Tensor, raw: Tensor, b: Tensor, weights: MixerWeights, ctx: ForwardContext) -> Mixed:
+        """What the recurrence takes; reads and writes the conv history."""
         if ctx.cache is None:
-            return ctx.kernels.conv(qkv, weight, spans=ctx.spans, history=None)[0]
-        history = ctx.cache.views.conv[self.index]
+            return ctx.kernels.kda_enter(qkv, raw, b, weights, spans=ctx.spans, history=None)[0]
+        history, borders = ctx.cache.views.conv[self.index], ctx.prefill_borders
         before = _entering(history, ctx.cache, ctx)
-        mixed, after = ctx.kernels.conv(qkv, weight, spans=ctx.prefill, history=before, borders=ctx.prefill_borders)
+        mixed, after = ctx.kernels.kda_enter(qkv, raw, b, weights, spans=ctx.prefill, history=before, borders=borders)
         _leave(history, after, ctx)
         return mixed
 
@@ -159,11 +153,16 @@ class KDA(nn.Module):
         return out
 
 
-def _entering(rows: Tensor, cache: CacheMap, ctx: ForwardContext) -> Tensor:
-    """What prefill spans find in their slots: zeros for a span that starts at 0, whatever an old owner left there."""
+def _entering(rows: Tensor, cache: CacheMap, ctx: ForwardContext) -> Tensor | None:
+    """What prefill spans find in their slots: zeros for a span that starts at 0, whatever an old owner left there.
+    None where all are zeros."""
+    if ctx.is_prefill_fresh:
+        return None
     found = rows[cache.slots[ctx.num_decodes :]]
+    if all(ctx.prefill.starts):
+        return found
     fresh = ctx.prefill_is_fresh.view(-1, *([1] * (found.dim() - 1)))
-    return torch.where(fresh, torch.zeros((), dtype=found.dtype, device=found.device), found)
+    return found.masked_fill_(fresh, 0)
 
 
 def _leave(rows: Tensor, after: Tensor, ctx: ForwardContext) -> None:

@@ -1,4 +1,5 @@
-"""Compile the small kernels for sm_90 without a GPU: norm, activations, both ends of latent attention, mix, top-k.
+"""Compile the small kernels for sm_90 without a GPU: norms, activations, both ends of latent attention and of KDA's
+chunk form, mix, top-k.
 
     python -m scripts.gpu.compile_small              needs triton, and TRITON_INTERPRET unset
 
@@ -18,12 +19,14 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from baltoro.kernels.attnres import cluster_kernels
 from baltoro.kernels.attnres.cluster_text import lane_sums, opening, warp_sums
+from baltoro.kernels.kda import triton_enter
 from baltoro.kernels.mla import absorb_kernels
 from baltoro.kernels.moe import glu_kernels, gluon_route, route_kernels
 from baltoro.kernels.norm import triton_kernels
 from scripts.gpu.compile_kda import resources
+from scripts.gpu.lab_mix import ENTER_TILES, GATED
 
-ALIGNED = ("num_experts", "bank_source", "bank_token")
+ALIGNED = ("num_experts", "bank_source", "bank_token", "x_row", "raw_row", "o_row", "o_head", "gate_row", "gate_head")
 
 
 def source(kernel: Any, constants: dict[str, Any], types: dict[str, str]) -> ASTSource:
@@ -61,6 +64,25 @@ def cases() -> list[tuple[str, Any, dict[str, Any], dict[str, str]]]:
     return found
 
 
+def mixers() -> Iterator[tuple[str, Any, dict[str, Any], dict[str, str], dict[str, Any]]]:
+    """What stands before and behind KDA's chunk form, in the shapes that `lab_mix` tries."""
+    for kind in ("bf16", "fp32"):
+        names = ("x", "history", "raw", "logits", "planes", "after")
+        types = dict.fromkeys(names, f"*{kind}") | {"jobs": "*i32", "bound": "fp32", "eps": "fp32"}
+        types |= dict.fromkeys(("weight", "a_log", "bias", "decay", "beta"), "*fp32")
+        for tile in ENTER_TILES:
+            sizes = {"H": 12, "K": 128, "BLOCK": 128, "TAPS": 4, "GROUPS": tile.groups, "ROWS": tile.rows}
+            for has_history in (True, False):
+                flags = {"HAS_HISTORY": has_history, "IS_BOUNDED": True}
+                name = f"before KDA {kind} {tile.groups}x{tile.rows}/{tile.warps}" + " past" * has_history
+                yield name, triton_enter.enter_kernel, sizes | flags, types, {"num_warps": tile.warps}
+        types = dict.fromkeys(("o", "gate", "out"), f"*{kind}") | {"weight": "*fp32", "eps": "fp32"}
+        for values, warps in GATED:
+            sizes = {"H": 12, "D": 128, "BLOCK": 128, "ROWS": values // 128}
+            kernel = triton_kernels.gated_rms_norm_kernel
+            yield f"gated norm {kind} {values}/{warps}", kernel, sizes, types, {"num_warps": warps}
+
+
 def clusters(kind: str) -> Iterator[tuple[str, Any, dict[str, Any], dict[str, str], dict[str, Any]]]:
     """The depth mix of 9 sources, as many ways as a width of 7168 is cut."""
     for programs, warps in ((8, 4), (8, 2), (8, 8), (16, 2), (16, 4), (4, 8), (4, 4), (2, 16), (2, 8)):
@@ -95,13 +117,13 @@ def routes() -> Iterator[tuple[str, Any, dict[str, Any], dict[str, str], dict[st
 def main() -> int:
     status = 0
     every = [(*case, {"num_warps": 16 if case[0].startswith("norm") else 4}) for case in cases()]
-    for name, kernel, constants, types, options in [*clusters("bf16"), *clusters("fp32"), *routes(), *every]:
+    for name, kernel, constants, types, options in [*clusters("bf16"), *clusters("fp32"), *routes(), *mixers(), *every]:
         try:
             made = triton.compile(source(kernel, constants, types), target=GPUTarget("cuda", 90, 32), options=options)
-            print(f"{name:<20} shared {made.metadata.shared:>6}  {resources(made.asm['cubin'])}", flush=True)
+            print(f"{name:<28} shared {made.metadata.shared:>6}  {resources(made.asm['cubin'])}", flush=True)
         except Exception as error:  # noqa: BLE001 - one line a kernel, whatever went wrong
             status = 1
-            print(f"{name:<20} FAILED {type(error).__name__}: {str(error)[-300:]}", flush=True)
+            print(f"{name:<28} FAILED {type(error).__name__}: {str(error)[-300:]}", flush=True)
     return status
 
 

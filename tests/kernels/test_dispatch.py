@@ -37,12 +37,14 @@ def test_first_row_that_fits_wins_and_needs_are_asked() -> None:
     def fast() -> None:
         return None
 
-    row = Row("conv", ("cuda",), "fast", fast, "for new devices", lambda here: (here.capability or (0, 0)) >= (9, 0))
+    row = Row(
+        "kda_enter", ("cuda",), "fast", fast, "for new devices", lambda here: (here.capability or (0, 0)) >= (9, 0)
+    )
     table = (row, *TABLE)
     here = replace(machine("cpu"), kind="cuda", capability=(9, 0))
-    assert select("conv", here, table) is row
-    assert select("conv", replace(here, capability=(8, 0)), table).implementation == "reference"
-    assert select("conv", machine("cpu"), table).implementation == "reference"
+    assert select("kda_enter", here, table) is row
+    assert select("kda_enter", replace(here, capability=(8, 0)), table).implementation == "reference"
+    assert select("kda_enter", machine("cpu"), table).implementation == "reference"
 
 
 def test_operation_without_a_row_is_our_bug() -> None:

@@ -1,4 +1,4 @@
-"""Triton kernel of the RMSNorm. Importing this needs triton."""
+"""Triton kernels of the norms. Importing this needs triton."""
 
 from __future__ import annotations
 
@@ -21,3 +21,20 @@ def rms_norm_kernel(x, weight, out, x_row, eps, D: tl.constexpr, BLOCK: tl.const
     kind = out.dtype.element_ty
     normed = (wide * inverse).to(kind).to(tl.float32)
     tl.store(out + row * D + d, (normed * gain.to(kind).to(tl.float32)).to(kind), mask=mask)
+
+
+@triton.jit(do_not_specialize=["num"])
+def gated_rms_norm_kernel(
+    o, gate, weight, out, o_row, o_head, gate_row, gate_head, num, eps,
+    H: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Program (ROWS of the num = T x H rows): all in fp32, rounded once."""
+    row, d = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK)
+    token, head = (row // H).to(tl.int64)[:, None], (row % H)[:, None]
+    mask = (row < num)[:, None] & (d < D)[None, :]
+    gain = tl.load(weight + d, mask=d < D, other=0.0).to(tl.float32)[None, :]
+    wide = tl.load(o + token * o_row + head * o_head + d[None, :], mask=mask, other=0.0).to(tl.float32)
+    share = tl.load(gate + token * gate_row + head * gate_head + d[None, :], mask=mask, other=0.0).to(tl.float32)
+    inverse = tl.rsqrt(tl.sum(wide * wide, axis=1) / D + eps)
+    value = wide * inverse[:, None] * gain * tl.sigmoid(share)
+    tl.store(out + row.to(tl.int64)[:, None] * D + d[None, :], value.to(out.dtype.element_ty), mask=mask)
