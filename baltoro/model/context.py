@@ -240,12 +240,11 @@ class ForwardContext:
     def prefill_key_places(self) -> tuple[Tensor, Tensor]:
         """(page, offset), int64 [S] each: every row that the prefill spans see, span by span, oldest first."""
         assert self.cache is not None
-        size, rows = self.cache.page_size, []
-        for n, end in enumerate(self.prefill.ends):
-            pages = self.cache.page_table[self.num_decodes + n, : -(-end // size)]
-            offsets = torch.arange(size, device=pages.device)
-            rows.append((pages[:, None] * size + offsets).flatten()[:end])
-        return self.cache.places(torch.cat(rows))
+        size, table, total = self.cache.page_size, self.cache.page_table[self.num_decodes :], sum(self.prefill.ends)
+        ends = to_device(torch.tensor(self.prefill.ends, dtype=torch.int64), table.device)
+        span = torch.arange(len(ends), device=table.device).repeat_interleave(ends, output_size=total)
+        place = torch.arange(total, device=table.device) - (ends.cumsum(0) - ends)[span]
+        return table[span, place // size], place % size
 
 
 def train_context(

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from baltoro.errors import ShapeError
+from baltoro.kernels.copies import to_device
 from baltoro.kernels.spans import Borders, Spans
 
 # tokens of a chunk, unless a test says otherwise
@@ -56,16 +57,16 @@ class Grid(NamedTuple):
         if not is_plain:
             sizes, tokens = torch.tensor(lengths), torch.arange(spans.num_tokens)
             shift = torch.tensor(places) * chunk - (sizes.cumsum(0) - sizes)
-            rows = (tokens + shift.repeat_interleave(sizes)).to(device)
+            rows = to_device(tokens + shift.repeat_interleave(sizes), device)
         later = [firsts[step] + rank[n] for n, step in _steps_at(borders, spans, chunk)]
         is_ordered = order == list(range(len(order)))
         return Grid(
             chunk,
             len(places),
-            None if is_ordered else torch.tensor(order, device=device),
+            None if is_ordered else to_device(torch.tensor(order), device),
             steps,
             rows,
-            torch.tensor(later, device=device) if later else None,
+            to_device(torch.tensor(later), device) if later else None,
         )
 
     @staticmethod
