@@ -15,7 +15,7 @@ from baltoro.kernels.norm import reference
 MAX_WIDTH = 16384
 """Of a row, which a program holds whole: 16 values a thread in 32 warps."""
 KINDS = (torch.bfloat16, torch.float32)
-GATED_VALUES, GATED_WARPS = 4096, 4
+GATED_VALUES, GATED_WARPS = 4096, 8
 """Of a program of the gated norm: 32 rows of 128, 32 values a thread."""
 
 
