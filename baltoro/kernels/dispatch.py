@@ -67,6 +67,8 @@ class Kernels:
     mla_leave: One  # mla.absorb.leave
     attnres_mix: One  # attnres.reference.mix
     attnres_read: Two  # attnres.fused.read: with the addition before and the norm behind
+    attnres_scan: Two  # attnres.fused.scan_bank: a bank's part of many mixes
+    attnres_fold: Two  # attnres.fused.fold: one of them with the running sum, as attnres_read
     route: Two  # moe.reference.route
     situ_glu: One  # moe.reference.situ_glu
     silu_glu: One  # moe.reference.silu_glu
@@ -113,6 +115,7 @@ PADDED = "the framework's fused attention on padded groups of like length; spans
 PACKED_SPANS = "Triton: one launch for spans of any length, with a past or without, nothing padded; bf16, others padded"
 SPLIT = "Triton: keys in splits that fill the card, merged by log-sum-exp; float64 takes the reference"
 ONE_LAUNCH = "Triton: one launch, two that overlap for few tokens; under autograd and in float64 the reference"
+BANK = "Triton: shares, then sums, of all queries; under autograd and in float64 the reference"
 ONE = "Triton: one launch; under autograd and in float64 the reference"
 ABSORB = "Triton: one launch with kv_b's product, and the norm and write or the gate; float64 takes the reference"
 COPIES = "Triton: a batch in one launch, nothing in between"
@@ -185,6 +188,10 @@ TABLE: tuple[Row, ...] = (
     Row("attnres_mix", ANY, "reference", attnres.mix, PLAIN),
     Row("attnres_read", ("cuda",), "one launch", attnres_fast.read, ONE_LAUNCH, has_triton),
     Row("attnres_read", ANY, "reference", attnres_fused.read, PLAIN),
+    Row("attnres_scan", ("cuda",), "two launches", attnres_fast.scan_bank, BANK, has_triton),
+    Row("attnres_scan", ANY, "reference", attnres_fused.scan_bank, PLAIN),
+    Row("attnres_fold", ("cuda",), "one launch", attnres_fast.fold, ONE, has_triton),
+    Row("attnres_fold", ANY, "reference", attnres_fused.fold, PLAIN),
     Row("route", ("cuda",), "triton", fast_route.route, SELECT, has_triton),
     Row("route", ANY, "reference", moe.route, PLAIN),
     Row("situ_glu", ("cuda",), "one launch", fast_glu.situ_glu, ONE, has_triton),

@@ -8,6 +8,7 @@ Source: spec/k3.md 3.3.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -17,6 +18,20 @@ from baltoro.kernels.precision import acc_dtype
 from baltoro.model.context import ForwardContext
 from baltoro.model.linear import Linear, RMSNorm
 
+MIN_SCANNED = 1024
+"""Tokens of a step from which on the bank is read for many reads at once; with fewer a read is one launch."""
+SCAN_BYTES = 512 << 20
+"""What the bank's parts of reads to come may take: as many reads at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scan:
+    """The bank's part of the reads to come, until the bank changes: part [Q, T, D], lse [Q, T]; `used` were read."""
+
+    part: Tensor
+    lse: Tensor
+    used: int = 0
+
 
 @dataclass(frozen=True, slots=True)
 class Stream:
@@ -24,12 +39,14 @@ class Stream:
 
     update   [T, D] that is not added yet: a fused read adds it on its way; `settled` adds it now
     stacked  the bank as one tensor [L, T, D], where fused reads want it so; None: not made
+    scan     the bank's part of reads to come, of long prefills
     """
 
     prefix: Tensor | None
     bank: tuple[Tensor, ...] = ()
     update: Tensor | None = None
     stacked: Tensor | None = None
+    scan: Scan | None = None
 
     def add(self, update: Tensor) -> Stream:
         """The stream after a sub-layer wrote `update`."""
@@ -75,8 +92,45 @@ def mix(stream: Stream, query: Tensor, eps: float, ctx: ForwardContext) -> Tenso
     return ctx.kernels.attnres_mix(torch.stack(sources), query, eps)
 
 
-def read(stream: Stream, query: Tensor, eps: float, norm: RMSNorm, ctx: ForwardContext) -> tuple[Stream, Tensor]:
-    """(the stream with nothing left to add, the mix through `norm` [T, D]) in one operation; a bank must be there."""
+def read(
+    stream: Stream, query: Tensor, eps: float, norm: RMSNorm, ctx: ForwardContext, ahead: Tensor | None = None
+) -> tuple[Stream, Tensor]:
+    """(the stream with nothing left to add, the mix through `norm` [T, D]) in one operation; a bank must be there.
+
+    ahead: [n, D], this query and those of the reads after it until the bank changes. Of long prefills the bank is read
+    once for as many as SCAN_BYTES allow.
+    """
     stacked = torch.stack(stream.bank) if stream.stacked is None else stream.stacked
-    total, out = ctx.kernels.attnres_read(stacked, stream.prefix, stream.update, query, norm.weight, eps, norm.eps)
-    return replace(stream, prefix=total, update=None, stacked=stacked), out
+    rest = (stream.prefix, stream.update, query, norm.weight, eps, norm.eps)
+    scan = _scanned(stream, stacked, ahead, eps, ctx)
+    if scan is None:
+        total, out = ctx.kernels.attnres_read(stacked, *rest)
+    else:
+        total, out = ctx.kernels.attnres_fold(scan.part[scan.used], scan.lse[scan.used], *rest)
+        scan = replace(scan, used=scan.used + 1) if scan.used + 1 < len(scan.part) else None
+    return replace(stream, prefix=total, update=None, stacked=stacked, scan=scan), out
+
+
+def _scanned(stream: Stream, bank: Tensor, ahead: Tensor | None, eps: float, ctx: ForwardContext) -> Scan | None:
+    """What is left of the stream's scan, or a new one; None where a read by itself is better."""
+    if stream.scan is not None or ahead is None or bank.shape[1] < MIN_SCANNED:
+        return stream.scan
+    num = min(len(ahead), SCAN_BYTES // (bank[0].numel() * bank.itemsize))
+    return Scan(*ctx.kernels.attnres_scan(bank, ahead[:num], eps)) if num > 1 else None
+
+
+def until_changes(queries: Sequence[tuple[Tensor, bool]]) -> list[Tensor]:
+    """Of all reads in order (query [D], does the bank change behind it): for each [n, D], itself and those after it
+    that see the same bank."""
+    found: list[Tensor] = []
+    run: list[Tensor] = []
+    for query, changes in queries:
+        run.append(query)
+        if changes:
+            found += _tails(run)
+            run = []
+    return found + _tails(run)
+
+
+def _tails(run: list[Tensor]) -> list[Tensor]:
+    return [torch.stack(run)[n:] for n in range(len(run))] if run else []

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from baltoro.errors import ShapeError
 from baltoro.kernels.kda.grid import CHUNK
 from baltoro.kernels.moe.experts import can_be_fixed
-from baltoro.model.attnres import Stream, depth_query, mix
+from baltoro.model.attnres import Stream, depth_query, mix, until_changes
 from baltoro.model.config import K3Config
 from baltoro.model.context import ForwardContext
 from baltoro.model.kda import KDA
@@ -55,6 +55,14 @@ class Decoder(nn.Module):
         for layer in self.layers[: self.num_layers]:
             stream = layer(stream, ctx)
         return self.leave(stream.settled(), ctx)
+
+    def look_ahead(self) -> None:
+        """After the layers' `merge`: each read knows the queries of those after it, for long prefills."""
+        if self.has_attn_res:
+            layers = [layer for layer in self.layers[: self.num_layers] if isinstance(layer, DecoderLayer)]
+            ahead = until_changes([one for layer in layers for one in layer.reads()])
+            for n, layer in enumerate(layers):
+                layer.look_ahead(ahead[2 * n], ahead[2 * n + 1])
 
     def leave(self, stream: Stream, ctx: ForwardContext) -> Tensor:
         """[T, D]: what the last layer's stream hands to the final norm."""
@@ -106,6 +114,7 @@ class K3Model(nn.Module):
             # shared experts read what their router reads, and are merged with it
             if isinstance(module, DecoderLayer | KDA | MLA | MoE | MLP) and module not in shared:
                 module.merge(may_copy=may_copy)
+        self.model.look_ahead()
         return self
 
     def can_fix_adapters(self, num_tokens: int) -> bool:

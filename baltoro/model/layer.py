@@ -55,6 +55,7 @@ class DecoderLayer(nn.Module):
                 self.add_module(f"{name}_norm", RMSNorm(hidden, eps, dtype=dtype, device=device))
                 self.add_module(f"{name}_proj", Linear(hidden, 1, dtype=dtype, device=device))
         self._queries: dict[str, Tensor] = {}
+        self._ahead: dict[str, Tensor] = {}
 
     def merge(self, *, may_copy: bool = True) -> None:
         """Prepare for inference: the depth queries are products of two parameters that no longer change. They are
@@ -64,6 +65,14 @@ class DecoderLayer(nn.Module):
             self._queries = {
                 n: depth_query(getattr(self, f"{n}_norm"), getattr(self, f"{n}_proj")).detach() for n in names
             }
+
+    def reads(self) -> list[tuple[Tensor, bool]]:
+        """After `merge`: (query, does the bank change behind it) of both reads, in order."""
+        return [(self._queries["self_attention_res"], self.opens_block), (self._queries["mlp_res"], False)]
+
+    def look_ahead(self, of_attention: Tensor, of_mlp: Tensor) -> None:
+        """Queries [n, D] of each read and of those after it that see the same bank."""
+        self._ahead = {"self_attention_res": of_attention, "mlp_res": of_mlp}
 
     def forward(self, stream: Stream, ctx: ForwardContext) -> Stream:
         return self.feed(self.attend(stream, ctx), ctx)
@@ -98,6 +107,6 @@ class DecoderLayer(nn.Module):
         if query is None:
             query = depth_query(own, getattr(self, f"{name}_proj"))
         if stream.bank and self._is_fused(stream.bank[0]):
-            return read(stream, query, own.eps, norm, ctx)
+            return read(stream, query, own.eps, norm, ctx, self._ahead.get(name))
         stream = stream.settled()
         return stream, norm(mix(stream, query, own.eps, ctx))
