@@ -102,9 +102,9 @@ def ring_source(tile: Tile, is_first: bool, sizes: Sizes = SIZES[0]) -> ASTSourc
 def few_source(tile: Tile, is_first: bool, is_rounded: bool, sizes: Sizes = SIZES[0]) -> ASTSource:
     """As `gluon_launch.few` launches it."""
     constants: dict[str, Any] = {
-        "N": tile.rows, "WARPS": tile.warps, "KIND": 1 if is_first else 0, "IS_FIRST": is_first,
+        "WARPS": tile.warps, "KIND": 1 if is_first else 0, "IS_FIRST": is_first,
         "IS_ROUNDED": is_rounded and is_first, "IS_WHOLE": sizes.width % UNIT == 0 or not is_first, "PDL": True,
-        "SHORT": tile.short, "AHEAD": tile.ahead,
+        "AHEAD": tile.ahead,
     }  # fmt: skip
     types = {"x_ptr": "*bf16", "order_ptr": "*i64", "table_ptr": "*i32", "packed_ptr": "*i32", "scales_ptr": "*u8"}
     types |= {"out_ptr": "*bf16"} | dict.fromkeys(("beta", "linear_beta"), "fp32")
@@ -191,8 +191,7 @@ def moves(sizes: Sizes, dtype: str) -> Iterator[tuple[str, ASTSource]]:
 def compile_sizes() -> int:
     """Every plan, also as pairs in one, two and three pieces, and every move at all sizes; 1 if one fails, else 0."""
     failed, plans = 0, [(plan, False) for _, plan in tile_experts.GROUPS] + [(tile_experts.EXACT, False)]
-    in_triton = [replace(tile, slabs=False, few=False) for tile in (tile_experts.MANY, tile_experts.FEW)]
-    plans += [(Plan(tile, tile), False) for tile in in_triton]  # on other cards
+    plans += [(plan, False) for plan in in_triton()]
     for first in (tile_experts.PAIRS, tile_experts.EXACT):
         plans += [(Plan(first.first, replace(first.second, split=split)), True) for split in (1, 2, 3)]
     for sizes in SIZES:
@@ -214,6 +213,12 @@ def compile_sizes() -> int:
         print(f"{sizes}: {len(cases)} kernels, {wrong} of them wrong", flush=True)
         failed |= int(wrong > 0)
     return failed
+
+
+def in_triton() -> list[Plan]:
+    """The plans of groups as other cards have them."""
+    tiles = [replace(plan.first, slabs=False, few=False, ring=False) for _, plan in tile_experts.GROUPS]
+    return [Plan(tile, tile) for tile in tiles]
 
 
 def options_of(tile: Tile) -> dict[str, int]:
@@ -266,6 +271,7 @@ def main() -> int:
     plans = [("pairs", tile_experts.PAIRS, True, "bf16"), ("exact", tile_experts.EXACT, True, "fp32")]
     plans += [("exact", tile_experts.EXACT, False, "fp32")]
     plans += [(f"<= {limit}", plan, False, "bf16") for limit, plan in tile_experts.GROUPS]
+    plans += [("triton", plan, False, "bf16") for plan in in_triton()]
     return report(plans)
 
 

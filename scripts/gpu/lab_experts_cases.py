@@ -14,7 +14,7 @@ from baltoro.kernels.moe import gluon_launch, slabs, tile_experts, tile_order
 from baltoro.kernels.moe.permute import empty
 from baltoro.kernels.moe.products import TiledExperts
 from baltoro.kernels.moe.slab_end_text import MOST
-from baltoro.kernels.moe.tile_experts import FEW, MANY, RING, SMALL, Plan, Tile
+from baltoro.kernels.moe.tile_experts import FEW, MANY, RING, SMALL, WIDE, Plan, Tile
 from baltoro.kernels.moe.tile_layout import padded
 
 DEVICE = "cuda"
@@ -25,10 +25,10 @@ EXACT_CASES = ("16 pairs", "512 rows")  # also in float32
 CASES = {
     "16 pairs": (1, ACTIVE, True), "512 rows": (512, 1, False), "16352 rows": (1022, ACTIVE, False),
     "64 pairs": (4, ACTIVE, True), "64 rows": (4, ACTIVE, False),
-    "1024 rows": (64, ACTIVE, False), "2048 rows": (128, ACTIVE, False), "4096 rows": (256, ACTIVE, False),
+    "768 rows": (48, ACTIVE, False), "1024 rows": (64, ACTIVE, False), "2048 rows": (128, ACTIVE, False),
+    "4096 rows": (256, ACTIVE, False), "6144 rows": (384, ACTIVE, False),
 }  # fmt: skip
 PAIR, LAST = Tile(8, 0, 128, 2, 3), Tile(8, 0, 128, 2, 3, split=2)
-WIDE = replace(RING, rows=64)
 
 
 def both(tile: Tile, **changes: object) -> Plan:
@@ -52,29 +52,21 @@ VARIANTS: dict[str, tuple[Plan, ...]] = {
         Plan(replace(PAIR, spread=True, signal=4), LAST),
         Plan(replace(PAIR, spread=True, stages=4), replace(LAST, stages=4)),
     ),
-    "512 rows": (
-        both(FEW), both(replace(FEW, few=False)), both(replace(FEW, block=64, warps=1, registers=128)),
-        both(Tile(8, 0, 128, 2, 3)),
-        both(replace(FEW, ahead=True)), both(Tile(8, 0, 256, 4, 1, few=True)), both(Tile(8, 0, 128, 2, 3, fetch=0)),
-        both(Tile(8, 0, 128, 2, 3, spread=True)),
-    ),
-    "16352 rows": (
-        both(MANY), both(replace(MANY, slabs=False)),
-    ),
+    "512 rows": (both(FEW), both(FEW, ahead=True), both(SMALL), both(FEW, block=64, warps=1, registers=128)),
     "64 pairs": (Plan(replace(PAIR, spread=True), LAST),),
-    "64 rows": (both(FEW), both(replace(FEW, few=False)), both(Tile(8, 0, 128, 2, 3))),
-    "1024 rows": (
-        both(SMALL), both(SMALL, short=8, ahead=True), both(SMALL, short=8),
-        both(RING, rows=16, short=8, stages=4, ahead=True), both(RING, rows=16, registers=80), both(SMALL, ahead=True),
-        both(RING, rows=16, short=8, warps=4, stages=2, ahead=True), both(RING, rows=16, registers=80, ahead=True),
-    ),
+    "64 rows": (both(FEW), both(FEW, few=False), both(Tile(8, 0, 128, 2, 3))),
+    "768 rows": (both(SMALL), both(FEW)),
+    "1024 rows": (both(SMALL),),
     "2048 rows": (
-        both(RING), both(RING, short=16, ahead=True, stages=4), both(RING, short=16), both(RING, short=16, ahead=True),
-        both(RING, short=16, warps=4, stages=2, registers=168),
-        both(RING, block=128, short=16, stages=4, registers=80), both(RING, short=16, stages=4),
-        both(MANY),
+        both(RING), both(RING, warps=4, stages=2, registers=168),
+        both(RING, warps=4, stages=2, registers=168, ahead=False),
     ),
-    "4096 rows": (both(MANY), both(WIDE), both(WIDE, short=32), both(WIDE, short=32, ahead=True), both(RING)),
+    "4096 rows": (
+        both(WIDE), both(WIDE, warps=4, stages=2, registers=0), both(WIDE, warps=4, stages=2, registers=0, ahead=True),
+        both(WIDE, block=128, warps=4, stages=2), both(WIDE, warps=4, registers=0),
+    ),
+    "6144 rows": (both(WIDE), both(MANY)),
+    "16352 rows": (both(MANY),),
 }  # fmt: skip
 
 

@@ -5,17 +5,20 @@
 
 16,352 rows of 112 experts at K3's widths. The kernel's text is the product's own with stamps of the clock written in;
 they go behind the table of tiles. `x ideal`: clocks a unit over what wgmma needs. Then both products as they are, with
-hidden in line or in a loop, tiles as they come or the biggest first; whether the results are the same.
+hidden in line or in a loop, tiles as they come or the biggest first: whether the results are the same, and last a table
+of medians over rounds, each form once a round, the next one first, since a card that grows warm gets slower.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing import get_context
+from statistics import median
 from typing import Any
 
 import torch
@@ -126,30 +129,51 @@ def biggest_first(table: Tensor) -> Tensor:
     return table[:, torch.argsort(most[expert], descending=True, stable=True)].contiguous()
 
 
-def compared(got: Tensor, wanted: Tensor) -> str:
-    """In words."""
-    if torch.equal(got, wanted):
-        return "the same"
-    return f"NOT THE SAME, by {float((got.float() - wanted.float()).norm() / wanted.float().norm()):.1e}"
+@dataclass
+class Form:
+    """A way to run both products; us of each by round."""
+
+    name: str
+    first: Callable[[], Tensor]
+    second: Callable[[], Tensor]
+    is_same: bool = True
+    times: list[tuple[float, float]] = field(default_factory=list)
 
 
-def times(experts: TiledExperts, ids: Tensor) -> Iterator[str]:
-    """Both products without stamps."""
+def forms(experts: TiledExperts, ids: Tensor) -> Iterator[Form]:
+    """The first: hidden in line and tiles as they come."""
     order, table = tile_order.grouped(ids, RESIDENT, slab_end_text.MOST, slabs.ALIGN)
     x = torch.randn(padded(LATENT) // 64, len(order), 64, device=DEVICE, dtype=torch.bfloat16)
     first = partial(slabs.first, x, order=order, experts=experts, activation=ACTIVATION, is_ordered=True)
-    hidden, live = first(table=table, is_turned=False), order >= 0
+    hidden = first(table=table, is_turned=False)
     second = partial(slabs.second, hidden, order=order, experts=experts, pairs=ids.numel())
-    parts = second(table=table)
-    for name, tiles in (("as they come", table), ("biggest first", biggest_first(table))):
+    for kind, tiles in (("as they come", table), ("biggest first", biggest_first(table))):
         for is_turned in (False, True):
-            run = partial(first, table=tiles, is_turned=is_turned)
-            same = compared(run()[:, live], hidden[:, live])
-            how = "in a loop" if is_turned else "in line"
-            yield f"first, hidden {how}, tiles {name}: {graph_us(run, samples=9, inner=5):.1f} us, {same}"
-        run = partial(second, table=tiles)
-        same = compared(run(), parts)
-        yield f"second, tiles {name}: {graph_us(run, samples=9, inner=5):.1f} us, {same}"
+            name = f"hidden {'in a loop' if is_turned else 'in line'}, tiles {kind}"
+            form = Form(name, partial(first, table=tiles, is_turned=is_turned), partial(second, table=tiles))
+            form.is_same = torch.equal(form.first()[:, order >= 0], hidden[:, order >= 0])
+            form.is_same &= torch.equal(form.second(), second(table=table))
+            yield form
+
+
+def in_rounds(all_forms: Sequence[Form], time_of: Callable[[Callable[[], Tensor]], float], rounds: int) -> None:
+    """Each form once a round, every round beginning with the next one."""
+    for i in range(rounds):
+        for k in range(len(all_forms)):
+            form = all_forms[(i + k) % len(all_forms)]
+            form.times.append((time_of(form.first), time_of(form.second)))
+
+
+def table_of(all_forms: Sequence[Form]) -> Iterator[str]:
+    """A line a form: medians, and by how much a form's sums differ from the first one's of the same round."""
+    for form in all_forms:
+        first, second = (median(us) for us in zip(*form.times, strict=True))
+        gaps = [sum(us) - sum(others) for us, others in zip(form.times, all_forms[0].times, strict=True)]
+        same = "the same" if form.is_same else "NOT THE SAME"
+        yield (
+            f"{form.name:42} first {first:7.1f} + second {second:6.1f} = {first + second:7.1f} us, "
+            f"{median(gaps):+6.1f} ({min(gaps):+.1f} to {max(gaps):+.1f}), {same}"
+        )
 
 
 def compile_one(is_first: bool, is_turned: bool) -> str:
@@ -188,8 +212,9 @@ def measure(seconds: float) -> None:
         units = padded(LATENT if is_first else INNER) // UNIT
         print(f"{name}: " + "\n".join(lines(*launch(is_first, is_turned, experts, ids), units)), flush=True)
     if not any(wrong):
-        for line in times(experts, ids):
-            print(line, flush=True)
+        all_forms = list(forms(experts, ids))
+        in_rounds(all_forms, partial(graph_us, samples=5, inner=5), rounds=2 * len(all_forms))
+        print("\n".join(table_of(all_forms)), flush=True)
 
 
 def dry() -> int:
@@ -208,6 +233,11 @@ def dry() -> int:
     print("\n".join(lines(stamps, torch.arange(1, 13), 28)))
     table = torch.tensor([[0, 1, 1, 2, RESIDENT], [0, 8, 24, 40, 0], [7, 24, 33, 56, 0]], dtype=torch.int32)
     print(biggest_first(table).tolist())
+    made_up = [
+        Form(name, partial(torch.ones, 1), partial(torch.zeros, 1)) for name in ("in line", "in a loop", "other")
+    ]
+    in_rounds(made_up, lambda launch: float(launch()) + len(made_up[0].times), rounds=6)
+    print("\n".join(table_of(made_up)))
     return 0
 
 

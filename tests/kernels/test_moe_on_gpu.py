@@ -102,31 +102,32 @@ def test_every_plan_of_permuted_experts_for_few_and_many_rows(plan: Plan) -> Non
         assert 1e-3 < gap(out, expected) < TOLERANCES["expert_product_w4a8"]["bfloat16"]
 
 
-SMALL, RING = tile_experts.SMALL, tile_experts.RING
+RING, WIDE = tile_experts.RING, tile_experts.WIDE
 RAGGED = (0, 1, 7, 8, 9, 15, 16, 17, 31, 32, 33, 40, 64, 65)
 
 
-@pytest.mark.parametrize("changes", [
-    {}, {"rows": 8}, {"short": 8}, {"ahead": True}, {"short": 8, "ahead": True}, {"block": 64, "warps": 1},
-    {"block": 256, "warps": 4, "short": 8},
-])  # fmt: skip
+@pytest.mark.parametrize("changes", [{}, {"ahead": True}, {"block": 64, "warps": 1}, {"block": 256, "warps": 4}])
 def test_ragged_rows_of_few(changes: dict[str, int]) -> None:
-    ragged(replace(SMALL, **changes))  # type: ignore[arg-type]
+    ragged(replace(FEW, **changes))  # type: ignore[arg-type]
+
+
+def test_ragged_rows_of_the_small_ring() -> None:
+    ragged(tile_experts.SMALL)
 
 
 @pytest.mark.parametrize("changes", [
-    {}, {"short": 16, "ahead": True}, {"stages": 4}, {"rows": 16}, {"rows": 16, "short": 8, "stages": 2},
-    {"block": 128, "stages": 6}, {"block": 128, "short": 16, "registers": 80}, {"ahead": True},
-    {"rows": 16, "registers": 80}, {"warps": 4, "stages": 2, "short": 16, "registers": 168},
-    {"block": 128, "warps": 4, "stages": 6}, {"block": 64, "warps": 4},
+    {}, {"short": 0}, {"ahead": False}, {"stages": 3}, {"block": 128, "stages": 6}, {"block": 64, "warps": 4},
+    {"warps": 4, "stages": 2, "registers": 168}, {"warps": 4, "stages": 2, "registers": 168, "ahead": False},
 ])  # fmt: skip
 def test_ragged_rows_of_the_ring(changes: dict[str, int]) -> None:
     ragged(replace(RING, **changes))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("short", [0, 32])
-def test_ragged_rows_of_the_wide_ring(short: int) -> None:
-    ragged(replace(RING, rows=64, short=short, ahead=short > 0))
+@pytest.mark.parametrize("changes", [
+    {}, {"short": 0}, {"ahead": True}, {"warps": 4, "stages": 2, "registers": 0},
+])  # fmt: skip
+def test_ragged_rows_of_the_wide_ring(changes: dict[str, int]) -> None:
+    ragged(replace(WIDE, **changes))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("is_rounded", [False, True])

@@ -2,7 +2,7 @@
 # mypy: disable-error-code="assignment"
 """Grouped products with tiled MXFP4 weights for few rows an expert, in Gluon: no shared memory and no barrier.
 
-As `tile_kernels.first_product` and `second_of_groups` in tiles of N rows, 8 or 16. A thread of mma.sync holds a block
+As `tile_kernels.first_product` and `second_of_groups` in tiles of N = 8 rows. A thread of mma.sync holds a block
 of 32 columns of its rows of weights, and, columns in the order of `tile_moves.arrange` for runs of two, the same block
 of its row of the inputs: both come from memory as they lie, 16 bytes at a time, into the registers that the instruction
 reads. A warp has 64 rows of weights, four tiles of 16: as soon as one is converted, its next words are asked for in the
@@ -20,12 +20,11 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from baltoro.kernels.moe.gluon_parts import FIRST, SECOND, activated, half_unit
 
+N: gl.constexpr = gl.constexpr(8)
+
 
 @gluon.jit
-def columns_of(
-    x, row, unit, half: gl.constexpr, width, N: gl.constexpr, INPUTS: gl.constexpr, B: gl.constexpr,
-    IS_WHOLE: gl.constexpr,
-):  # fmt: skip
+def columns_of(x, row, unit, half: gl.constexpr, width, INPUTS: gl.constexpr, B: gl.constexpr, IS_WHOLE: gl.constexpr):
     """Halves of a unit's four blocks of N rows, [N, 64] -> [64, N] in the order of the positions."""
     place = gl.arange(0, 64, gl.SliceLayout(0, INPUTS))
     column = unit * 128 + (place // 16 * 32 + half * 16 + place % 16)
@@ -57,7 +56,7 @@ def step(words, scale, low_x, high_x, sums, ROWS: gl.constexpr, A: gl.constexpr)
 
 
 @gluon.jit
-def hidden_of(sums, beta, linear_beta, N: gl.constexpr, WARPS: gl.constexpr, KIND: gl.constexpr):
+def hidden_of(sums, beta, linear_beta, WARPS: gl.constexpr, KIND: gl.constexpr):
     """Rows 8 of the gate, 8 up -> [WARPS, 8, N] of `hidden`: warp, column, row of the inputs."""
     gate, up = gl.split(gl.permute(gl.reshape(sums, [WARPS, 2, 8, N]), [0, 2, 3, 1]))
     return activated(gate * 4294967296.0, up * 4294967296.0, beta, linear_beta, KIND)
@@ -92,18 +91,18 @@ def store(value, out, place, live, column, width):
 
 @gluon.jit
 def leave(
-    sums, out, order, block, first, end, width, beta, linear_beta, N: gl.constexpr, WARPS: gl.constexpr,
-    KIND: gl.constexpr, IS_FIRST: gl.constexpr, IS_ROUNDED: gl.constexpr, SUMS: gl.constexpr,
+    sums, out, order, block, first, end, width, beta, linear_beta, WARPS: gl.constexpr, KIND: gl.constexpr,
+    IS_FIRST: gl.constexpr, IS_ROUNDED: gl.constexpr, SUMS: gl.constexpr,
 ):  # fmt: skip
     """Four tiles of sums [16 WARPS, N] to their rows of `out`, activated, or to where the pairs are."""
     if IS_FIRST:
         out0, out1 = (
-            hidden_of(sums[0], beta, linear_beta, N, WARPS, KIND),
-            hidden_of(sums[1], beta, linear_beta, N, WARPS, KIND),
+            hidden_of(sums[0], beta, linear_beta, WARPS, KIND),
+            hidden_of(sums[1], beta, linear_beta, WARPS, KIND),
         )
         out2, out3 = (
-            hidden_of(sums[2], beta, linear_beta, N, WARPS, KIND),
-            hidden_of(sums[3], beta, linear_beta, N, WARPS, KIND),
+            hidden_of(sums[2], beta, linear_beta, WARPS, KIND),
+            hidden_of(sums[3], beta, linear_beta, WARPS, KIND),
         )
         if IS_ROUNDED:  # 32 columns are a warp's
             largest = gl.maximum(largest_of(out0), largest_of(out1))
@@ -141,7 +140,7 @@ def starts(num_units, WORDS: gl.constexpr, BYTES: gl.constexpr, ROWS: gl.constex
 @gluon.jit
 def tile_of(
     x, order, packed, scales, start, block, first, end, num_active, num_units, stride, x_width, to,
-    N: gl.constexpr, WARPS: gl.constexpr, KIND: gl.constexpr, IS_FIRST: gl.constexpr, IS_WHOLE: gl.constexpr,
+    WARPS: gl.constexpr, KIND: gl.constexpr, IS_FIRST: gl.constexpr, IS_WHOLE: gl.constexpr,
     IS_ROUNDED: gl.constexpr, AHEAD: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """Weights from unit `start` on times rows first .. end - 1, N at most; their places in `to`."""
@@ -157,10 +156,8 @@ def tile_of(
     BYTES: gl.constexpr = gl.DistributedLinearLayout(
         [[8, 0]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], W, [], [ROWS, 4]
     )
-    RUN: gl.constexpr = [[0, 1], [0, 2], [0, 4], [0, 8]]
-    TWO: gl.constexpr = [[0, 1], [0, 2], [0, 4], [0, 8], [8, 0]]
     INPUTS: gl.constexpr = gl.DistributedLinearLayout(
-        RUN if N == 8 else TWO, [[0, 16], [0, 32], [1, 0], [2, 0], [4, 0]], NONE, [], [N, 64]
+        [[0, 1], [0, 2], [0, 4], [0, 8]], [[0, 16], [0, 32], [1, 0], [2, 0], [4, 0]], NONE, [], [N, 64]
     )
     words_at, scale_at = starts(num_units, WORDS, BYTES, ROWS)
     w, s = packed + start * 128, scales + start * 32
@@ -180,16 +177,16 @@ def tile_of(
     sums2, sums3 = gl.zeros([ROWS, N], gl.float32, SUMS), gl.zeros([ROWS, N], gl.float32, SUMS)
     gl.assume(num_units > 0)
     if AHEAD:
-        low = columns_of(x, row, 0, 0, x_width, N, INPUTS, B, IS_WHOLE)
-        high = columns_of(x, row, 0, 1, x_width, N, INPUTS, B, IS_WHOLE)
+        low = columns_of(x, row, 0, 0, x_width, INPUTS, B, IS_WHOLE)
+        high = columns_of(x, row, 0, 1, x_width, INPUTS, B, IS_WHOLE)
     for unit in range(num_units):
         following = gl.minimum(unit + 1, num_units - 1)
         if AHEAD:
-            next_low = columns_of(x, row, following, 0, x_width, N, INPUTS, B, IS_WHOLE)
-            next_high = columns_of(x, row, following, 1, x_width, N, INPUTS, B, IS_WHOLE)
+            next_low = columns_of(x, row, following, 0, x_width, INPUTS, B, IS_WHOLE)
+            next_high = columns_of(x, row, following, 1, x_width, INPUTS, B, IS_WHOLE)
         else:
-            low = columns_of(x, row, unit, 0, x_width, N, INPUTS, B, IS_WHOLE)
-            high = columns_of(x, row, unit, 1, x_width, N, INPUTS, B, IS_WHOLE)
+            low = columns_of(x, row, unit, 0, x_width, INPUTS, B, IS_WHOLE)
+            high = columns_of(x, row, unit, 1, x_width, INPUTS, B, IS_WHOLE)
         w, s = packed + (start + following) * 128, scales + (start + following) * 32
         sums0 = step(words0, scale0, low, high, sums0, ROWS, A)
         words0, scale0 = asked(w, s, words_at, scale_at, num_units, 0)
@@ -204,7 +201,7 @@ def tile_of(
     out, width, beta, linear_beta = to
     leave(
         (sums0, sums1, sums2, sums3), out, order, block, first, end, width, beta, linear_beta,
-        N, WARPS, KIND, IS_FIRST, IS_ROUNDED, SUMS,
+        WARPS, KIND, IS_FIRST, IS_ROUNDED, SUMS,
     )  # fmt: skip
 
 
@@ -212,12 +209,12 @@ def tile_of(
 def few_kernel(
     x_ptr, table_ptr, order_ptr, packed_ptr, scales_ptr, out_ptr,
     num_experts, num_active, num_units, num_row_tiles, stride, x_width, width, beta, linear_beta,
-    N: gl.constexpr, WARPS: gl.constexpr, KIND: gl.constexpr, IS_FIRST: gl.constexpr, IS_WHOLE: gl.constexpr,
-    IS_ROUNDED: gl.constexpr, SHORT: gl.constexpr, AHEAD: gl.constexpr, PDL: gl.constexpr,
+    WARPS: gl.constexpr, KIND: gl.constexpr, IS_FIRST: gl.constexpr, IS_WHOLE: gl.constexpr,
+    IS_ROUNDED: gl.constexpr, AHEAD: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """out [pairs, width]; grid (blocks of 64 WARPS weight rows, tiles of N rows: 8, 16). IS_FIRST: hidden of x
+    """out [pairs, width]; grid (blocks of 64 WARPS weight rows, tiles of N rows). IS_FIRST: hidden of x
     [tokens, x_width], rows `stride` apart; IS_ROUNDED: through MXFP8. Otherwise parts, in the order of the pairs, of
-    x = hidden. SHORT: no more than so many rows are a tile of so many; or 0. AHEAD: inputs are asked for a unit ahead.
+    x = hidden. AHEAD: inputs are asked for a unit ahead.
     """
     if PDL and IS_FIRST:
         gdc_launch_dependents()
@@ -229,19 +226,7 @@ def few_kernel(
         return
     start = (expert * num_row_tiles + block * (8 * WARPS)) * num_units
     to = (out_ptr, width, beta, linear_beta)
-    if SHORT:
-        if end - first <= SHORT:
-            tile_of(
-                x_ptr, order_ptr, packed_ptr, scales_ptr, start, block, first, end, num_active, num_units, stride,
-                x_width, to, SHORT, WARPS, KIND, IS_FIRST, IS_WHOLE, IS_ROUNDED, AHEAD, PDL,
-            )  # fmt: skip
-        else:
-            tile_of(
-                x_ptr, order_ptr, packed_ptr, scales_ptr, start, block, first, end, num_active, num_units, stride,
-                x_width, to, N, WARPS, KIND, IS_FIRST, IS_WHOLE, IS_ROUNDED, AHEAD, PDL,
-            )  # fmt: skip
-    else:
-        tile_of(
-            x_ptr, order_ptr, packed_ptr, scales_ptr, start, block, first, end, num_active, num_units, stride,
-            x_width, to, N, WARPS, KIND, IS_FIRST, IS_WHOLE, IS_ROUNDED, AHEAD, PDL,
-        )  # fmt: skip
+    tile_of(
+        x_ptr, order_ptr, packed_ptr, scales_ptr, start, block, first, end, num_active, num_units, stride,
+        x_width, to, WARPS, KIND, IS_FIRST, IS_WHOLE, IS_ROUNDED, AHEAD, PDL,
+    )  # fmt: skip

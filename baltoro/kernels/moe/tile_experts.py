@@ -37,12 +37,12 @@ class Tile:
     spread      programs begin with different columns
     signal      eighths of its columns that each program of the first product has gone over before programs of the
                 second may start: what these ask for too early has left the second cache when they need it
-    few         grouped, in tiles of 8 or 16: the form in Gluon without shared memory (gluon_few.py), 64 rows of
-                weights a warp, no stages; the first product's for both
+    few         grouped, in tiles of 8: the form in Gluon without shared memory (gluon_few.py), 64 rows of weights a
+                warp, no stages; the first product's for both
     ring        grouped, by wgmma: the form in Gluon whose weights are asked for `stages` - 1 units ahead
                 (gluon_ring.py), with 16 rows of weights a warp of each of 1, 2 or 4 parts; the first product's for both
-    short       of these two forms: no more than so many rows are a tile of so many; or 0
-    ahead       of these: inputs are asked for a unit ahead, or the ring's words read a part ahead
+    short       of the ring: no more than so many rows are a tile of so many; or 0
+    ahead       of these two forms: inputs are asked for a unit ahead, or the ring's words read a part ahead
     slabs       grouped, by wgmma: the form written out (slab_text.py), with as many rows as each tile has, where it
                 runs, otherwise as cut here; the first product's for both
     """
@@ -103,18 +103,21 @@ class Inputs:
 # before inputs were loaded a unit at a time: 95.6 us, against 112 in blocks of 64 rows.
 PAIRS = Plan(Tile(8, 0, 128, 2, 3, spread=True, signal=7), Tile(8, 0, 128, 2, 3, split=2))
 # By the mean number of rows an expert, up to: more rows a tile share one conversion of the weights; with a bound of
-# registers more programs stay on a multiprocessor. On an H200, 112 experts (2026-11-30), us of the whole, W4A16, of
-# which 8 (1024 rows) to 32 (4096) were the last sum in a cut that it no longer has:
-#     512 rows   FEW 525 (in Triton 523; W4A8 522, in Triton 554)
-#    1024        SMALL 575, ring of 16 x 256 605, FEW 725, in Triton 16 x 128 634
-#    2048        RING 693, MANY 876, SMALL 987
-#    4096        MANY 907 to 931, ring of 64 rows 973, of 32 + 16 rows 1007
-#  16,352        MANY 1804, of which 138 were that last sum (in Triton 2785)
+# registers more programs stay on a multiprocessor. On an H200, 112 experts (2026-11-30), us of the whole, W4A16; the
+# weights alone need 465 or so:
+#     512 rows   FEW 525 with a slower last sum (W4A8 522)
+#    1024        SMALL 511, ring of 16 x 256 by eight warps 546, FEW's form in tiles of 16 rows 560
+#    2048        RING 619, by four warps and two stages 628, without `short` 677, MANY 860
+#    4096        WIDE 811, with `ahead` 860, without `short` 890, MANY 904
+#  16,352        MANY 1680 (in Triton 2667)
 # Forms in Gluon are for Hopper and bf16; on other cards these are the cuts of the Triton forms, right but never timed.
-FEW, SMALL = Tile(8, 0, 128, 2, 4, few=True), Tile(16, 0, 128, 2, 1, 168, few=True)
-RING, MANY = Tile(32, 0, 256, 8, 3, 128, ring=True), Tile(64, 16, 128, 8, 3, 128, slabs=True)
+FEW, SMALL = Tile(8, 0, 128, 2, 4, few=True), Tile(16, 0, 256, 4, 2, 128, ring=True, short=8, ahead=True)
+RING = Tile(32, 0, 256, 8, 4, 128, ring=True, short=16, ahead=True)
+WIDE = Tile(64, 0, 256, 8, 3, 128, ring=True, short=32)
+MANY = Tile(64, 16, 128, 8, 3, 128, slabs=True)
 GROUPS = (
-    (6.0, Plan(FEW, FEW)), (12.0, Plan(SMALL, SMALL)), (26.0, Plan(RING, RING)), (float("inf"), Plan(MANY, MANY)),
+    (6.0, Plan(FEW, FEW)), (12.0, Plan(SMALL, SMALL)), (26.0, Plan(RING, RING)), (52.0, Plan(WIDE, WIDE)),
+    (float("inf"), Plan(MANY, MANY)),
 )  # fmt: skip
 # Products in IEEE fp32 use no matrix instruction; right, not fast.
 EXACT = Plan(Tile(16, 0, 64, 4, 1), Tile(16, 0, 64, 4, 1))
