@@ -105,18 +105,20 @@ PAIRS = Plan(Tile(8, 0, 128, 2, 3, spread=True, signal=7), Tile(8, 0, 128, 2, 3,
 # By the mean number of rows an expert, up to: more rows a tile share one conversion of the weights; with a bound of
 # registers more programs stay on a multiprocessor. On an H200, 112 experts (2026-11-30), us of the whole, W4A16; the
 # weights alone need 465 or so:
-#     512 rows   FEW 525 with a slower last sum (W4A8 522)
-#    1024        SMALL 511, ring of 16 x 256 by eight warps 546, FEW's form in tiles of 16 rows 560
-#    2048        RING 619, by four warps and two stages 628, without `short` 677, MANY 860
-#    4096        WIDE 811, with `ahead` 860, without `short` 890, MANY 904
-#  16,352        MANY 1680 (in Triton 2667)
+#     512 rows   SMALL 514, FEW 526
+#     768        SMALL 507, FEW 586
+#    1024        SMALL 511 and 525, ring of 16 x 256 by eight warps 546 (in Triton 635)
+#    2048        RING 610, by eight warps and four stages 619 to 633, without `short` 677, MANY 860
+#    4096        WIDE 811 to 899, with `ahead` 860, without `short` 890, MANY 904
+#    6144        WIDE 939, MANY 1046
+#  16,352        MANY 1680, 1820 on a hot card (in Triton 2667)
 # Forms in Gluon are for Hopper and bf16; on other cards these are the cuts of the Triton forms, right but never timed.
 FEW, SMALL = Tile(8, 0, 128, 2, 4, few=True), Tile(16, 0, 256, 4, 2, 128, ring=True, short=8, ahead=True)
-RING = Tile(32, 0, 256, 8, 4, 128, ring=True, short=16, ahead=True)
+RING = Tile(32, 0, 256, 4, 2, 168, ring=True, short=16, ahead=True)
 WIDE = Tile(64, 0, 256, 8, 3, 128, ring=True, short=32)
 MANY = Tile(64, 16, 128, 8, 3, 128, slabs=True)
 GROUPS = (
-    (6.0, Plan(FEW, FEW)), (12.0, Plan(SMALL, SMALL)), (26.0, Plan(RING, RING)), (52.0, Plan(WIDE, WIDE)),
+    (4.0, Plan(FEW, FEW)), (12.0, Plan(SMALL, SMALL)), (26.0, Plan(RING, RING)), (60.0, Plan(WIDE, WIDE)),
     (float("inf"), Plan(MANY, MANY)),
 )  # fmt: skip
 # Products in IEEE fp32 use no matrix instruction; right, not fast.
