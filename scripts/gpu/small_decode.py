@@ -2,7 +2,8 @@
 
     compute-sanitizer --tool memcheck python3 -m scripts.gpu.small_decode [PART ...]     (racecheck ...)
 
-Parts: attention, depth_mix, router, picks, forms, copies_and_sampling, kda, kda_prefill, routed_experts; unnamed: all.
+Parts: attention, depth_mix, router, picks, forms, copies_and_sampling, kda, kda_prefill, routed_experts,
+packed_attention, kda_ends, depth_scan; unnamed: all.
 Shapes have a tail of every kind: a page in part, a split without keys, a window, rows past a block.
 """
 
@@ -27,6 +28,7 @@ from baltoro.kernels.moe.reference import route
 from baltoro.kernels.paged import fast as paged
 from baltoro.kernels.sample import fast as sampling
 from baltoro.kernels.sample.reference import sample
+from scripts.gpu.small_prefill import depth_scan, kda_ends, packed_attention
 from scripts.gpu.small_states import kda, kda_prefill, routed_experts
 
 Pair = tuple[str, Tensor, Tensor]
@@ -104,7 +106,10 @@ def copies_and_sampling(device: str) -> Iterator[Pair]:
 
 def main(wanted: list[str], device: str = "cuda") -> None:
     torch.manual_seed(0)
-    parts = (attention, depth_mix, router, picks, forms, copies_and_sampling, kda, kda_prefill, routed_experts)
+    parts = (
+        attention, depth_mix, router, picks, forms, copies_and_sampling, kda, kda_prefill, routed_experts,
+        packed_attention, kda_ends, depth_scan,
+    )  # fmt: skip
     for part in (part for part in parts if part.__name__ in (wanted or [part.__name__])):
         for name, got, exact in part(device):
             error = gap(got, exact)

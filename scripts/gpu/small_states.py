@@ -81,7 +81,7 @@ def routed_experts(device: str) -> Iterator[Pair]:
     packed = {name: Packed(*mxfp4.quantise(torch.randn(shape, device=device) * 0.1)) for name, shape in shapes.items()}
     weights, activation = ExpertWeights(**packed), partial(situ_glu, beta=4.0, linear_beta=25.0)
     tiles = permute_experts(weights)
-    for tokens, top in ((1, 4), (40, 4)):
+    for tokens, top in ((1, 4), (6, 4), (16, 4), (40, 4), (90, 4), (160, 4), (700, 4)):  # every plan, tiles in part
         z = torch.randn(tokens, width, device=device).bfloat16()
         ids = torch.rand(tokens, count, device=device).topk(top).indices
         shares = torch.rand(tokens, top, device=device)
