@@ -104,7 +104,6 @@ def few_source(tile: Tile, is_first: bool, is_rounded: bool, sizes: Sizes = SIZE
     constants: dict[str, Any] = {
         "WARPS": tile.warps, "KIND": 1 if is_first else 0, "IS_FIRST": is_first,
         "IS_ROUNDED": is_rounded and is_first, "IS_WHOLE": sizes.width % UNIT == 0 or not is_first, "PDL": True,
-        "AHEAD": tile.ahead,
     }  # fmt: skip
     types = {"x_ptr": "*bf16", "order_ptr": "*i64", "table_ptr": "*i32", "packed_ptr": "*i32", "scales_ptr": "*u8"}
     types |= {"out_ptr": "*bf16"} | dict.fromkeys(("beta", "linear_beta"), "fp32")

@@ -4,28 +4,22 @@
     python -m scripts.gpu.lab_slabs --dry               here: the texts with their stamps, compiled
 
 16,352 rows of 112 experts at K3's widths. The kernel's text is the product's own with stamps of the clock written in;
-they go behind the table of tiles. `x ideal`: clocks a unit over what wgmma needs. Then both products as they are, with
-hidden in line or in a loop, tiles as they come or the biggest first: whether the results are the same, and last a table
-of medians over rounds, each form once a round, the next one first, since a card that grows warm gets slower.
+they go behind the table of tiles. A line a product; `x ideal`: clocks a unit over what wgmma needs.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, field
-from functools import partial
 from multiprocessing import get_context
-from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from baltoro.bench.kernels.moe import INNER, LATENT, RESIDENT
-from baltoro.bench.kernels.timing import graph_us
 from baltoro.kernels.moe import slab_end_text, slab_text, slabs, tile_order
 from baltoro.kernels.moe.products import TiledExperts
 from baltoro.kernels.moe.tile_experts import MANY
@@ -35,14 +29,14 @@ from scripts.gpu.lab_experts_cases import ACTIVATION, DEVICE, case, unwritten
 EACH = 64  # bytes of a program's stamps
 
 
-def stamped(is_first: bool, is_turned: bool) -> str:
+def stamped(is_first: bool) -> str:
     """The text, each program leaving four clocks and its multiprocessor behind the table."""
     kind = ACTIVATION[0] if is_first else 0
     lines = []
-    for line in slabs.program(kind, is_first, is_first, is_turned).split("\n"):
+    for line in slabs.program(kind, is_first, is_first).split("\n"):
         if line.startswith("UNIT"):
             lines.append("mov.u32 t1, %clock;")
-        if line == ("DONE:" if is_turned else "bra DONE;"):
+        if line == "bra DONE;":
             lines.insert(len(lines) - 1, LEFT)
         lines.append(line)
         if line == "mov.b32 $0, 0;":
@@ -68,11 +62,11 @@ add.u64 wide, wide, $2;
 @lead st.global.b32 [wide+16], sm;"""
 
 
-def launch(is_first: bool, is_turned: bool, experts: TiledExperts, ids: Tensor) -> tuple[Tensor, Tensor]:
+def launch(is_first: bool, experts: TiledExperts, ids: Tensor) -> tuple[Tensor, Tensor]:
     """The product on garbage: stamps int32 [programs, 5], the rows of each, of those that had any."""
     from baltoro.kernels.moe import gluon_slabs
 
-    order, table = tile_order.grouped(ids, RESIDENT, slab_end_text.MOST, slabs.ALIGN)
+    order, table = tile_order.grouped(ids, RESIDENT, slabs.MOST, slabs.ALIGN)
     columns, width = (padded(LATENT), padded(INNER)) if is_first else (padded(INNER), LATENT)
     one = experts.first if is_first else experts.second
     x = torch.randn(columns // 64, len(order), 64, device=DEVICE, dtype=torch.bfloat16)
@@ -85,7 +79,7 @@ def launch(is_first: bool, is_turned: bool, experts: TiledExperts, ids: Tensor) 
     for _ in range(3):
         gluon_slabs.slab_kernel[(blocks, tiles)](
             x, kept, order, one.packed.view(torch.int32), one.scale, out, RESIDENT, columns // UNIT, rows // 8,
-            width, len(order), *betas, TEXT=stamped(is_first, is_turned), OPERANDS=slab_text.constraints(),
+            width, len(order), *betas, TEXT=stamped(is_first), OPERANDS=slab_text.constraints(),
             PIECES=slab_text.shared_bytes(slabs.STAGES) // 4096, num_warps=slab_end_text.THREADS // 32,
         )  # fmt: skip
     torch.cuda.synchronize()
@@ -120,101 +114,32 @@ def lines(stamps: Tensor, sizes: Tensor, units: int) -> Iterator[str]:
     yield f"  the longest {took.max():.0f}; ideal of all {float((16.0 * rows).sum()) * units / 132:.0f}"
 
 
-def biggest_first(table: Tensor) -> Tensor:
-    """A table of tiles with those of the same expert side by side, by the most rows that an expert's tiles have."""
-    expert, size = table[0].long(), (table[2] - table[1]).long()
-    most = torch.zeros(RESIDENT + 1, dtype=torch.int64, device=table.device)
-    most.scatter_reduce_(0, expert, size, "amax")
-    most[RESIDENT] = -1
-    return table[:, torch.argsort(most[expert], descending=True, stable=True)].contiguous()
-
-
-@dataclass
-class Form:
-    """A way to run both products; us of each by round."""
-
-    name: str
-    first: Callable[[], Tensor]
-    second: Callable[[], Tensor]
-    is_same: bool = True
-    times: list[tuple[float, float]] = field(default_factory=list)
-
-
-def forms(experts: TiledExperts, ids: Tensor) -> Iterator[Form]:
-    """The first: hidden in line and tiles as they come."""
-    order, table = tile_order.grouped(ids, RESIDENT, slab_end_text.MOST, slabs.ALIGN)
-    x = torch.randn(padded(LATENT) // 64, len(order), 64, device=DEVICE, dtype=torch.bfloat16)
-    first = partial(slabs.first, x, order=order, experts=experts, activation=ACTIVATION, is_ordered=True)
-    hidden = first(table=table, is_turned=False)
-    second = partial(slabs.second, hidden, order=order, experts=experts, pairs=ids.numel())
-    for kind, tiles in (("as they come", table), ("biggest first", biggest_first(table))):
-        for is_turned in (False, True):
-            name = f"hidden {'in a loop' if is_turned else 'in line'}, tiles {kind}"
-            form = Form(name, partial(first, table=tiles, is_turned=is_turned), partial(second, table=tiles))
-            form.is_same = torch.equal(form.first()[:, order >= 0], hidden[:, order >= 0])
-            form.is_same &= torch.equal(form.second(), second(table=table))
-            yield form
-
-
-def in_rounds(all_forms: Sequence[Form], time_of: Callable[[Callable[[], Tensor]], float], rounds: int) -> None:
-    """Each form once a round, every round beginning with the next one."""
-    for i in range(rounds):
-        for k in range(len(all_forms)):
-            form = all_forms[(i + k) % len(all_forms)]
-            form.times.append((time_of(form.first), time_of(form.second)))
-
-
-def table_of(all_forms: Sequence[Form]) -> Iterator[str]:
-    """A line a form: medians, and by how much a form's sums differ from the first one's of the same round."""
-    for form in all_forms:
-        first, second = (median(us) for us in zip(*form.times, strict=True))
-        gaps = [sum(us) - sum(others) for us, others in zip(form.times, all_forms[0].times, strict=True)]
-        same = "the same" if form.is_same else "NOT THE SAME"
-        yield (
-            f"{form.name:42} first {first:7.1f} + second {second:6.1f} = {first + second:7.1f} us, "
-            f"{median(gaps):+6.1f} ({min(gaps):+.1f} to {max(gaps):+.1f}), {same}"
-        )
-
-
-def compile_one(is_first: bool, is_turned: bool) -> str:
-    """In a worker: run once, so that it lies in the cache, with its stamps and without."""
+def compile_one(is_first: bool) -> str:
+    """In a worker: run once, so that it lies in the cache."""
     try:
-        experts, ids = unwritten(DEVICE), case("16352 rows", DEVICE).ids
-        launch(is_first, is_turned, experts, ids)
-        order, table = tile_order.grouped(ids, RESIDENT, slab_end_text.MOST, slabs.ALIGN)
-        x = torch.randn(padded(LATENT if is_first else INNER) // 64, len(order), 64, device=DEVICE).bfloat16()
-        if is_first:
-            slabs.first(x, table, order, experts, ACTIVATION, is_ordered=True, is_turned=is_turned)
-        else:
-            slabs.second(x, table, order, experts, ids.numel())
-        torch.cuda.synchronize()
+        launch(is_first, unwritten(DEVICE), case("16352 rows", DEVICE).ids)
     except Exception as error:  # noqa: BLE001 - a report of any failure is the purpose
         return f"{type(error).__name__}: {str(error)[:200]}"
     return ""
 
 
 def measure(seconds: float) -> None:
-    """The lab."""
-    begun, jobs = time.monotonic(), ((True, False), (True, True), (False, False))
+    begun, jobs = time.monotonic(), (True, False)
     with ProcessPoolExecutor(len(jobs), mp_context=get_context("spawn"), max_tasks_per_child=1) as pool:
-        wrong = list(pool.map(compile_one, *zip(*jobs, strict=True)))
+        wrong = list(pool.map(compile_one, jobs))
     print(f"compiled at {time.monotonic() - begun:.0f} s", flush=True)
     experts, ids = unwritten(DEVICE), case("16352 rows", DEVICE).ids
     for scale in (experts.first_scale, experts.second_scale):
         scale.fill_(120)
     for one in (experts.first_packed, experts.second_packed):
         one.random_(0, 256)
-    for (is_first, is_turned), why in zip(jobs, wrong, strict=True):
-        name = ("first" if is_first else "second") + ", in a loop" * is_turned
+    for is_first, why in zip(jobs, wrong, strict=True):
+        name = "first" if is_first else "second"
         if why or time.monotonic() - begun > seconds:
             print(f"{name}: {why or 'time is up'}", flush=True)
             continue
         units = padded(LATENT if is_first else INNER) // UNIT
-        print(f"{name}: " + "\n".join(lines(*launch(is_first, is_turned, experts, ids), units)), flush=True)
-    if not any(wrong):
-        all_forms = list(forms(experts, ids))
-        in_rounds(all_forms, partial(graph_us, samples=5, inner=5), rounds=2 * len(all_forms))
-        print("\n".join(table_of(all_forms)), flush=True)
+        print(f"{name}: " + "\n".join(lines(*launch(is_first, experts, ids), units)), flush=True)
 
 
 def dry() -> int:
@@ -223,21 +148,14 @@ def dry() -> int:
 
     from scripts.gpu.compile_experts import HOPPER, options_of, slab_source
 
-    for is_first, is_turned in ((True, False), (True, True), (False, False)):
+    for is_first in (True, False):
         source: Any = slab_source(is_first, is_rounded=False)
         names = source.fn.arg_names
-        source.constants[(names.index("TEXT"),)] = stamped(is_first, is_turned)
+        source.constants[(names.index("TEXT"),)] = stamped(is_first)
         built: Any = triton.compile(source, target=HOPPER, options=options_of(MANY))
-        print(is_first, is_turned, built.metadata.shared, built.asm["ptx"].count("%smid"))
+        print(is_first, built.metadata.shared, built.asm["ptx"].count("%smid"))
     stamps = torch.tensor([[100 * i, 100 * i + 20, 100 * i + 80, 100 * i + 95, i % 3] for i in range(12)])
     print("\n".join(lines(stamps, torch.arange(1, 13), 28)))
-    table = torch.tensor([[0, 1, 1, 2, RESIDENT], [0, 8, 24, 40, 0], [7, 24, 33, 56, 0]], dtype=torch.int32)
-    print(biggest_first(table).tolist())
-    made_up = [
-        Form(name, partial(torch.ones, 1), partial(torch.zeros, 1)) for name in ("in line", "in a loop", "other")
-    ]
-    in_rounds(made_up, lambda launch: float(launch()) + len(made_up[0].times), rounds=6)
-    print("\n".join(table_of(made_up)))
     return 0
 
 

@@ -20,7 +20,6 @@ LOOPS = ("engine/loop.py", "trainer/step.py", "rl/loop.py", "router/proxy.py")
 # "file:function" -> why it is better whole
 LONG_FUNCTIONS: dict[str, str] = {
     "baltoro/kernels/kda/gluon_prepare.py:column_kernel": "tiles, and what is in registers between them, in one scope",
-    "baltoro/kernels/moe/gluon_few.py:tile_of": "tiles, and what is in registers between them, in one scope",
     "baltoro/kernels/moe/gluon_ring.py:tile_of": "buffers, barriers and the running sums live in one scope",
     "baltoro/kernels/mla/bulk_decode.py:bulk_split_kernel": "buffers, barriers and the running sums live in one scope",
 }

@@ -78,9 +78,7 @@ class Program:
         wide = {"u32": np.uint32, "b32": np.uint32, "s32": np.int32, "u64": np.uint64, "b64": np.uint64}
         if kind == "s32":
             return found.astype(np.uint32).view(np.int32)
-        if kind in ("f32", "pred"):
-            return found
-        return found.view(np.uint32) if found.dtype == np.float32 else found.astype(wide[kind])
+        return found if kind in ("f32", "pred") else found.astype(wide[kind])
 
     def keep(self, name: str, value: Any, where: Any) -> None:
         if name == "_":
@@ -89,8 +87,6 @@ class Program:
         old = self.registers.get(name, np.zeros(self.threads, kind))
         if value.dtype == np.int32:
             value = value.view(np.uint32)
-        if kind == np.float32 and value.dtype == np.uint32:
-            value = value.view(np.float32)
         self.registers[name] = np.where(where, value.astype(kind), old)
 
     def place(self, text: str) -> Any:

@@ -141,7 +141,7 @@ def starts(num_units, WORDS: gl.constexpr, BYTES: gl.constexpr, ROWS: gl.constex
 def tile_of(
     x, order, packed, scales, start, block, first, end, num_active, num_units, stride, x_width, to,
     WARPS: gl.constexpr, KIND: gl.constexpr, IS_FIRST: gl.constexpr, IS_WHOLE: gl.constexpr,
-    IS_ROUNDED: gl.constexpr, AHEAD: gl.constexpr, PDL: gl.constexpr,
+    IS_ROUNDED: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """Weights from unit `start` on times rows first .. end - 1, N at most; their places in `to`."""
     ROWS: gl.constexpr = 16 * WARPS
@@ -176,17 +176,10 @@ def tile_of(
     sums0, sums1 = gl.zeros([ROWS, N], gl.float32, SUMS), gl.zeros([ROWS, N], gl.float32, SUMS)
     sums2, sums3 = gl.zeros([ROWS, N], gl.float32, SUMS), gl.zeros([ROWS, N], gl.float32, SUMS)
     gl.assume(num_units > 0)
-    if AHEAD:
-        low = columns_of(x, row, 0, 0, x_width, INPUTS, B, IS_WHOLE)
-        high = columns_of(x, row, 0, 1, x_width, INPUTS, B, IS_WHOLE)
     for unit in range(num_units):
         following = gl.minimum(unit + 1, num_units - 1)
-        if AHEAD:
-            next_low = columns_of(x, row, following, 0, x_width, INPUTS, B, IS_WHOLE)
-            next_high = columns_of(x, row, following, 1, x_width, INPUTS, B, IS_WHOLE)
-        else:
-            low = columns_of(x, row, unit, 0, x_width, INPUTS, B, IS_WHOLE)
-            high = columns_of(x, row, unit, 1, x_width, INPUTS, B, IS_WHOLE)
+        low = columns_of(x, row, unit, 0, x_width, INPUTS, B, IS_WHOLE)
+        high = columns_of(x, row, unit, 1, x_width, INPUTS, B, IS_WHOLE)
         w, s = packed + (start + following) * 128, scales + (start + following) * 32
         sums0 = step(words0, scale0, low, high, sums0, ROWS, A)
         words0, scale0 = asked(w, s, words_at, scale_at, num_units, 0)
@@ -196,8 +189,6 @@ def tile_of(
         words2, scale2 = asked(w, s, words_at, scale_at, num_units, 2)
         sums3 = step(words3, scale3, low, high, sums3, ROWS, A)
         words3, scale3 = asked(w, s, words_at, scale_at, num_units, 3)
-        if AHEAD:
-            low, high = next_low, next_high
     out, width, beta, linear_beta = to
     leave(
         (sums0, sums1, sums2, sums3), out, order, block, first, end, width, beta, linear_beta,
@@ -210,11 +201,11 @@ def few_kernel(
     x_ptr, table_ptr, order_ptr, packed_ptr, scales_ptr, out_ptr,
     num_experts, num_active, num_units, num_row_tiles, stride, x_width, width, beta, linear_beta,
     WARPS: gl.constexpr, KIND: gl.constexpr, IS_FIRST: gl.constexpr, IS_WHOLE: gl.constexpr,
-    IS_ROUNDED: gl.constexpr, AHEAD: gl.constexpr, PDL: gl.constexpr,
+    IS_ROUNDED: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """out [pairs, width]; grid (blocks of 64 WARPS weight rows, tiles of N rows). IS_FIRST: hidden of x
     [tokens, x_width], rows `stride` apart; IS_ROUNDED: through MXFP8. Otherwise parts, in the order of the pairs, of
-    x = hidden. AHEAD: inputs are asked for a unit ahead.
+    x = hidden.
     """
     if PDL and IS_FIRST:
         gdc_launch_dependents()
@@ -228,5 +219,5 @@ def few_kernel(
     to = (out_ptr, width, beta, linear_beta)
     tile_of(
         x_ptr, order_ptr, packed_ptr, scales_ptr, start, block, first, end, num_active, num_units, stride,
-        x_width, to, WARPS, KIND, IS_FIRST, IS_WHOLE, IS_ROUNDED, AHEAD, PDL,
+        x_width, to, WARPS, KIND, IS_FIRST, IS_WHOLE, IS_ROUNDED, PDL,
     )  # fmt: skip

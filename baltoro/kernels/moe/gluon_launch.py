@@ -94,7 +94,7 @@ def few(
         x, table, order, tiles.packed.view(torch.int32), tiles.scale, out, len(tiles.packed), num_active,
         padded(x.shape[1]) // UNIT, num_rows // 8, x.stride(0), x.shape[1], width, *betas,
         WARPS=tile.warps, KIND=kind, IS_FIRST=is_first, IS_WHOLE=x.shape[1] % UNIT == 0,
-        IS_ROUNDED=is_rounded, AHEAD=tile.ahead, PDL=is_dependent,
+        IS_ROUNDED=is_rounded, PDL=is_dependent,
         num_warps=tile.warps, **options,
     )  # fmt: skip
     return out

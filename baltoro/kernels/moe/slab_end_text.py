@@ -26,47 +26,19 @@ def number(x: float) -> str:
     return "0f" + struct.pack(">f", x).hex().upper()
 
 
-def ends(
-    rows: int, kind: int, is_first: bool, is_ordered: bool, name: dict[str, str], *, is_turned: bool
-) -> Iterator[str]:
-    """For a number of rows; the sums in ca and cb are complete. is_turned: slabs of hidden come from `turned`."""
+def ends(rows: int, kind: int, is_first: bool, is_ordered: bool, name: dict[str, str]) -> Iterator[str]:
+    """For a number of rows; the sums in ca and cb are complete."""
     yield ".reg .b32 r<4>, to, m, i;\n.reg .b64 goal;\n.reg .f32 v<4>, es, ep, eq, by, a, b, d, p1, q1;"
     if not is_first:
         yield f"mad.lo.u32 to, tid, 4, bells;\nsetp.lt.u32 p, tid, {MOST};"
         yield f"@p st.shared.b32 [to+{PLACES_AT}], order;"
     yield "bar.sync 0;"  # all have read their inputs
-    if is_turned:
-        yield f"mad.lo.u32 to, tid, 16, smem;\nadd.u32 to, to, {2 * SLAB};"
-        for n in range(rows // 4):
-            sums = ", ".join(f"c{'ab'[n % 2]}{4 * (n // 2) + i}" for i in range(4))
-            yield f"st.shared.v4.b32 [to+{16 * THREADS * n}], {{{sums}}};"
-        yield "bra TURNED;"
-        return
     if is_first:
         yield from constants(kind, name)
     if is_first and is_ordered:
         yield from _slabs(rows, kind, name)
     else:
         yield from _rows(rows, kind, is_first, name)
-
-
-def turned(kind: int, name: dict[str, str]) -> Iterator[str]:
-    """Slabs of hidden of sums that each thread left for itself behind their memory, sixteen rows of inputs at a turn.
-    In line it is more text than the multiprocessor keeps: 11,000 clocks a program, 19,000 where few have as many rows.
-    """
-    yield "TURNED:\n{\n.reg .b32 r<4>, to, held, m, i;\n.reg .b64 goal;\n.reg .f32 ca<8>, cb<8>;"
-    yield ".reg .f32 v<4>, es, ep, eq, by, a, b, d, p1, q1;"
-    yield from constants(kind, name)
-    yield from _to_slabs()
-    yield f"mad.lo.u32 held, tid, 16, smem;\nadd.u32 held, held, {2 * SLAB};\nmov.u32 i, 0;\nTURN:"
-    for n in range(4):
-        sums = ", ".join(f"c{'ab'[n % 2]}{4 * (n // 2) + i}" for i in range(4))
-        yield f"ld.shared.v4.b32 {{{sums}}}, [held+{16 * THREADS * n}];"
-    yield from _eights(2, kind)
-    yield f"add.u32 held, held, {64 * THREADS};\nadd.u32 to, to, 2048;\nadd.u32 i, i, 2;"
-    yield "setp.lt.u32 p, i, n8;\n@p bra TURN;"
-    yield from _slabs_leave(name)
-    yield "}"
 
 
 def constants(kind: int, name: dict[str, str]) -> Iterator[str]:
@@ -105,30 +77,16 @@ def _hidden(kind: int, eight: int, block: str, out: str) -> Iterator[str]:
 
 
 def _slabs(rows: int, kind: int, name: dict[str, str]) -> Iterator[str]:
-    yield from _to_slabs()
-    yield from _eights(rows // 8, kind)
-    yield from _slabs_leave(name)
-
-
-def _to_slabs() -> Iterator[str]:
-    """Where the lane's first two columns lie in shared memory."""
+    """Eight columns of hidden a warp and block, turned so that a lane has two of them of one row of inputs."""
     yield "shr.u32 t, lane, 2;\nand.b32 s, lane, 3;\nand.b32 m, warp, 1;\nmad.lo.u32 s, m, 4, s;\nxor.b32 s, s, t;"
     yield "mad.lo.u32 to, t, 128, smem;\nmad.lo.u32 to, s, 16, to;"
     yield "shr.u32 t, warp, 2;\nmad.lo.u32 to, t, 8, to;"
     yield f"shr.u32 t, warp, 1;\nand.b32 t, t, 1;\nmad.lo.u32 to, t, {SLAB}, to;"
-
-
-def _eights(count: int, kind: int) -> Iterator[str]:
-    """Eight columns of hidden a warp and block, turned so that a lane has two of them of one row of inputs."""
-    for eight in range(count):
+    for eight in range(rows // 8):
         for n, block in enumerate("ab"):
             yield from _hidden(kind, eight, block, f"r{n}")
             yield f"movmatrix.sync.aligned.m8n8.trans.b16 r{n}, r{n};"
         yield f"st.shared.v2.b32 [to+{1024 * eight}], {{r0, r1}};"
-
-
-def _slabs_leave(name: dict[str, str]) -> Iterator[str]:
-    """Two copies."""
     yield "fence.proxy.async.shared::cta;\nbar.sync 0;"
     yield f"shl.b32 bytes, size, 7;\nmul.lo.u32 t, block, 2;\nmul.wide.u32 goal, t, {name['slab_rows']};"
     yield "cvt.u64.u32 wide, first;\nadd.u64 goal, goal, wide;\nshl.b64 goal, goal, 7;"

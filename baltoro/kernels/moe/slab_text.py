@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from baltoro.errors import InvariantError
-from baltoro.kernels.moe.slab_end_text import MOST, PITCH, PLACES_AT, SLAB, THREADS, ends, turned
+from baltoro.kernels.moe.slab_end_text import MOST, PITCH, PLACES_AT, SLAB, THREADS, ends
 from baltoro.kernels.moe.weave_text import pair_lines
 
 CLASSES = tuple(range(8, MOST + 1, 8))  # rows of inputs
@@ -34,11 +34,8 @@ def shared_bytes(stages: int) -> int:
     return -(-(stages * STAGE + PLACES_AT + 4 * MOST + 1024) // 4096) * 4096
 
 
-def text(stages: int, kind: int, is_first: bool, is_ordered: bool, *, is_turned: bool = False) -> str:
-    """The program, of eight warps: outputs $0 (nothing), inputs as `INPUTS`. is_turned: as `slab_end_text.turned`."""
-    is_turned = is_turned and is_first and is_ordered
-    if is_turned and stages * STAGE < 2 * SLAB + 4 * THREADS * MOST:
-        raise InvariantError("sums of all rows need the memory of five stages")
+def text(stages: int, kind: int, is_first: bool, is_ordered: bool) -> str:
+    """The program, of eight warps: outputs $0 (nothing), inputs as `INPUTS`."""
     if not MOST * PITCH <= stages * STAGE <= 8 * STAGE:
         raise InvariantError(f"{stages} stages: whole rows leave through their memory; barriers are for eight")
     name = {word: f"${i + 1}" for i, word in enumerate(INPUTS)}
@@ -54,9 +51,7 @@ def text(stages: int, kind: int, is_first: bool, is_ordered: bool, *, is_turned:
     lines.append(f"bra ROWS{MOST};")
     for rows in CLASSES:
         lines += [f"ROWS{rows}:", "{", *_loop(rows, stages, name)]
-        lines += [*ends(rows, kind, is_first, is_ordered, name, is_turned=is_turned), "}", "bra DONE;"]
-    if is_turned:
-        lines += turned(kind, name)
+        lines += [*ends(rows, kind, is_first, is_ordered, name), "}", "bra DONE;"]
     return "\n".join([*lines, "DONE:", "}"])
 
 

@@ -19,8 +19,6 @@ from baltoro.kernels.moe.tile_order import arranged, combine, grouped
 ALIGN = 8
 # Units of inputs in shared memory: as many as it holds.
 STAGES = 5
-# Whether hidden is worked out in a loop, by way of shared memory: not timed yet.
-IS_TURNED = False
 
 
 def fits(experts: TiledExperts) -> bool:
@@ -54,13 +52,11 @@ def first(
     activation: tuple[int, float, float],
     *,
     is_ordered: bool,
-    is_turned: bool = IS_TURNED,
 ) -> Tensor:
     """hidden of slabs x [M' / 64, places, 64]: slabs [F' / 64, places, 64], or, not is_ordered, [places, F']."""
     inner, rows = padded(experts.inner), x.shape[1]
     hidden = torch.empty((inner // 64, rows, 64) if is_ordered else (rows, inner), dtype=x.dtype, device=x.device)
-    text = program(activation[0], is_first=True, is_ordered=is_ordered, is_turned=is_turned)
-    _launch(x, table, order, experts.first, hidden, inner, activation, text)
+    _launch(x, table, order, experts.first, hidden, inner, activation, is_first=True, is_ordered=is_ordered)
     return hidden
 
 
@@ -68,7 +64,7 @@ def second(hidden: Tensor, table: Tensor, order: Tensor, experts: TiledExperts, 
     """parts [pairs, M] of slabs of hidden, in the order of the pairs, not weighted yet."""
     out = torch.empty(pairs, experts.width, dtype=hidden.dtype, device=hidden.device)
     one, none = experts.second, (0, 1.0, 1.0)
-    _launch(hidden, table, order, one, out, experts.width, none, program(0, is_first=False, is_ordered=False))
+    _launch(hidden, table, order, one, out, experts.width, none, is_first=False, is_ordered=False)
     return out
 
 
@@ -80,7 +76,9 @@ def _launch(
     out: Tensor,
     width: int,
     activation: tuple[int, float, float],
-    text: str,
+    *,
+    is_first: bool,
+    is_ordered: bool,
 ) -> None:
     from baltoro.kernels.moe import gluon_slabs
 
@@ -88,12 +86,12 @@ def _launch(
     gluon_slabs.slab_kernel[(rows // slab_end_text.THREADS, table.shape[1])](
         x, table, order, one.packed.view(torch.int32), one.scale, out,
         len(one.packed), len(x) * 64 // UNIT, rows // 8, width, x.shape[1], *activation[1:],
-        TEXT=text, OPERANDS=slab_text.constraints(),
+        TEXT=program(activation[0], is_first, is_ordered), OPERANDS=slab_text.constraints(),
         PIECES=slab_text.shared_bytes(STAGES) // 4096, num_warps=slab_end_text.THREADS // 32,
     )  # fmt: skip
 
 
 @cache
-def program(kind: int, is_first: bool, is_ordered: bool, is_turned: bool = IS_TURNED) -> str:
+def program(kind: int, is_first: bool, is_ordered: bool) -> str:
     """`slab_text.text`, made once."""
-    return slab_text.text(STAGES, kind, is_first, is_ordered, is_turned=is_turned)
+    return slab_text.text(STAGES, kind, is_first, is_ordered)

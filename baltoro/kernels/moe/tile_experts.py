@@ -42,7 +42,7 @@ class Tile:
     ring        grouped, by wgmma: the form in Gluon whose weights are asked for `stages` - 1 units ahead
                 (gluon_ring.py), with 16 rows of weights a warp of each of 1, 2 or 4 parts; the first product's for both
     short       of the ring: no more than so many rows are a tile of so many; or 0
-    ahead       of these two forms: inputs are asked for a unit ahead, or the ring's words read a part ahead
+    ahead       of the ring: words are read a part ahead
     slabs       grouped, by wgmma: the form written out (slab_text.py), with as many rows as each tile has, where it
                 runs, otherwise as cut here; the first product's for both
     """
