@@ -29,11 +29,11 @@ def merge_rows(linears: Sequence[HasWeight], *, may_copy: bool = True, step: int
     """[sum of rows, in]; writes `weight.data` of each unless they lie end to end. None if that would take a copy which
     may not be made.
 
-    step: it has more rows, up to a multiple of so many: zeros, or, where the weights lie end to end, what lies behind
-    them if anything does. Nobody may read those columns of a product.
+    step: a copy has more rows, zeros, up to a multiple of so many. A view has its weights alone: what lies behind them
+    may be anything, and a backward multiplies it by zeros, which leaves a NaN one.
     """
     weights = [linear.weight.detach() for linear in linears]
-    joined = _end_to_end(weights, step)
+    joined = _end_to_end(weights)
     if joined is not None or not may_copy:
         return joined
     sizes = [len(weight) for weight in weights]
@@ -44,8 +44,8 @@ def merge_rows(linears: Sequence[HasWeight], *, may_copy: bool = True, step: int
     return merged
 
 
-def _end_to_end(weights: Sequence[Tensor], step: int) -> Tensor | None:
-    """One view over all of them, if each begins where the one before ends, and what `merge_rows` says of `step`."""
+def _end_to_end(weights: Sequence[Tensor]) -> Tensor | None:
+    """One view over all of them, if each begins where the one before ends."""
     first = weights[0]
     at, rows = first.storage_offset(), 0
     for weight in weights:
@@ -53,9 +53,6 @@ def _end_to_end(weights: Sequence[Tensor], step: int) -> Tensor | None:
         if not (is_next and weight.storage_offset() == at and weight.is_contiguous() and weight.dtype == first.dtype):
             return None
         at, rows = at + weight.numel(), rows + len(weight)
-    whole, size = -(-rows // step) * step, first.stride(0)
-    if first.storage_offset() + whole * size <= first.untyped_storage().nbytes() // first.itemsize:
-        rows = whole
     return first.as_strided((rows, *first.shape[1:]), first.stride())
 
 
