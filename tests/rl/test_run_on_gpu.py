@@ -61,7 +61,7 @@ def test_routes_are_replayed_where_near_ties_part_the_two(tiny_folder: Path, tmp
     """Two steps with captured decodes; the same rollouts once more, without their routes. In float32 experts come in
     pairs that differ by rounding. In bfloat16 no pair can: what rounding does to one's logit it does to the other's.
     There few tokens have a near tie, or none (7.4e-6 with routes, 7.2e-6 without, in one draw; 3.0e-5 and 1.1e-4 in
-    another): replaying must keep the floor of bfloat16."""
+    another): where none is, replaying must keep the floor of bfloat16."""
     folder = write_near_ties(tiny_folder, tmp_path / "model") if dtype == "float32" else tiny_folder
     options = {"device": "cuda", "dtype": dtype, "graph_batch": 8, "max_running": 16, "memory_bytes": 64 << 20}
 
@@ -88,4 +88,5 @@ def test_routes_are_replayed_where_near_ties_part_the_two(tiny_folder: Path, tmp
     )
     assert all(line["routes_missing"] == 0 < line["routes_tokens"] for line in lines)
     joined, parted = (sum(line["k3"] for line in some) for some in (lines, without))
-    assert joined < 0.5 * parted if dtype == "float32" else joined < min(1e-4, 1.5 * parted)
+    changed = sum(line["routes_changed"] for line in (*lines, *without))
+    assert joined < 0.5 * parted if dtype == "float32" or changed else joined < min(1e-4, 1.5 * parted)
